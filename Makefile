@@ -1,0 +1,54 @@
+# Set-up and every task of the project. `make demo` and `make test` work on a fresh clone.
+#   TORCH=torch==2.13.0   the torch to install into a new .venv (default: the newest)
+#   PYTHON=python3.12     the interpreter of a new .venv
+
+PYTHON ?= python3
+TORCH ?= torch
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: install demo test test-full bench bench-smoke lint format types clean
+
+install: $(VENV)/installed
+
+$(VENV)/torch-installed:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)" "setuptools>=77" wheel ninja
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch-installed pyproject.toml setup.py $(shell find csrc -type f)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	$(BIN)/python -m fastclip
+	touch $@
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: install
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-full: install
+	$(BIN)/python -m pytest -m "not gpu"
+
+bench: install
+	$(BIN)/python -m benchmarks
+
+bench-smoke: install
+	FASTCLIP_BENCH_SMOKE=1 $(BIN)/python -m pytest benchmarks --benchmark-disable
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.h' -o -name '*.cpp')
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find csrc tests -name '*.h' -o -name '*.cpp')
+
+types: install
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist *.egg-info fastclip/*.so fastclip/_build_report.txt .pytest_cache .mypy_cache .ruff_cache .benchmarks

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+#include "gradients.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace fastclip {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+bool to_dtype(ScalarType type, DType* dtype) {
+  switch (type) {
+    case ScalarType::Float: *dtype = kFloat32; return true;
+    case ScalarType::BFloat16: *dtype = kBFloat16; return true;
+    case ScalarType::Half: *dtype = kFloat16; return true;
+    case ScalarType::Double: *dtype = kFloat64; return true;
+    default: return false;
+  }
+}
+
+std::string name_of(int64_t index) { return "grads[" + std::to_string(index) + "]"; }
+
+// The dimensions of a tensor from the largest stride to the smallest, so that memory is walked upwards.
+Strides sorted_strides(const Tensor& tensor) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) != 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
+  }
+  std::stable_sort(dims.begin(), dims.end(), [](auto& a, auto& b) { return a.first > b.first; });
+  Strides result;
+  for (const auto& [stride, size] : dims) {
+    const bool joins_outer = !result.sizes.empty() && result.strides.back() == stride * size;
+    if (joins_outer) {
+      result.sizes.back() *= size;
+      result.strides.back() = stride;
+    } else {
+      result.sizes.push_back(size);
+      result.strides.push_back(stride);
+    }
+  }
+  return result;
+}
+
+bool is_dense(const Strides& strides) {
+  return strides.sizes.empty() || (strides.sizes.size() == 1 && strides.strides[0] == 1);
+}
+
+}  // namespace
+
+[[noreturn]] void fail(const char* op, const std::string& message) {
+  throw std::runtime_error(std::string("fastclip::") + op + ": " + message);
+}
+
+bool GradientList::any_float64() const {
+  return std::any_of(items.begin(), items.end(), [](const Gradient& g) { return g.dtype == kFloat64; });
+}
+
+GradientList collect(const std::vector<Tensor>& tensors, Access access, const char* op) {
+  GradientList list;
+  list.items.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    const int64_t index = list.size();
+    Gradient grad{};
+    if (!tensor.is_cpu()) fail(op, "expected gradients on the CPU, but " + name_of(index) + " is elsewhere");
+    if (!to_dtype(tensor.scalar_type(), &grad.dtype)) {
+      fail(op, "expected float32, bfloat16, float16 or float64 gradients, but " + name_of(index) +
+                   " has another dtype");
+    }
+    grad.numel = tensor.numel();
+    grad.strides = -1;
+    if (!tensor.is_contiguous() && grad.numel > 0) {
+      Strides strides = sorted_strides(tensor);
+      if (!is_dense(strides)) {
+        if (access == Access::kWrite && overlaps_itself(strides)) {
+          fail(op, "expected gradients with an element of memory for each of their elements, but those of " +
+                       name_of(index) + " share memory (an expanded tensor?)");
+        }
+        grad.strides = static_cast<int32_t>(list.strides.size());
+        list.strides.push_back(std::move(strides));
+      }
+    }
+    const void* data = access == Access::kWrite ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
+    grad.data = static_cast<char*>(const_cast<void*>(data));
+    list.items.push_back(grad);
+  }
+  if (access == Access::kWrite) find_overlaps(list, op);
+  return list;
+}
+
+}  // namespace fastclip

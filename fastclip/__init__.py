@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Fused gradient clipping and statistics for PyTorch.
+
+One pass over all gradients gives their norm, the NaN and Inf counts of each, and the clipped gradients.
+"""
+
+from . import backends
+from .backends import native as _native
+from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from .patch import patch_torch
+from .stats import GradStats, clip_, grad_stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GradStats",
+    "backends",
+    "clip_",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+    "grad_stats",
+    "patch_torch",
+]
+
+_native.load()

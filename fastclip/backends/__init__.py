@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The choice of a backend: the only place that makes it.
+
+A backend that was named, by :func:`use` or the environment variable FASTCLIP_BACKEND, works or raises with
+the reason. Without a name the first that can serve the device does; :func:`status` tells why others did not.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import ModuleType, TracebackType
+
+import torch
+
+from . import native, reference
+
+NAMES = ("native", "reference")
+_MODULES: dict[str, ModuleType] = {"native": native, "reference": reference}
+_named: str | None = None
+_chosen: dict[tuple[str, torch.device], ModuleType] = {}
+
+
+def _require_name(name: str, source: str) -> str:
+    if name not in ("auto", *NAMES):
+        raise ValueError(
+            f"{source}: expected 'auto' or one of {', '.join(map(repr, NAMES))}, but got {name!r}"
+        )
+    return name
+
+
+def name_in_use() -> str:
+    """The name given to :func:`use`, else that in FASTCLIP_BACKEND, else "auto"."""
+    if _named is not None:
+        return _named
+    return _require_name(os.environ.get("FASTCLIP_BACKEND") or "auto", "FASTCLIP_BACKEND")
+
+
+class use:
+    """Name the backend for all calls from now on, or inside a `with` block only.
+
+    Args:
+        name: "native" or "reference"; "auto" for the first that can serve the device.
+
+    Raises:
+        ValueError: the name is unknown.
+        RuntimeError: the backend is absent altogether; one that merely cannot serve a certain device raises
+            when it is called with such gradients.
+    """
+
+    def __init__(self, name: str) -> None:
+        global _named
+        _require_name(name, "backend")
+        if name == "native" and (reason := native.unavailable(torch.device("cpu"))):
+            raise RuntimeError(f"backend 'native' is absent: {reason}")
+        self._before = _named
+        _named = name
+
+    def __enter__(self) -> use:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _named
+        _named = self._before
+
+
+def _choose(name: str, device: torch.device) -> ModuleType:
+    usable = [n for n in NAMES if _MODULES[n].unavailable(device) is None]
+    if name == "auto":
+        if usable[0] == "reference" and (reason := native.missing_on(device)):
+            warnings.warn(
+                f"fastclip runs on its plain PyTorch reference, slower than torch's own clipping: {reason}. "
+                "`python -m fastclip` tells more.",
+                stacklevel=2,
+            )
+        return _MODULES[usable[0]]
+    if name not in usable:
+        raise RuntimeError(
+            f"backend {name!r} was named but cannot serve {device.type} gradients: "
+            f"{_MODULES[name].unavailable(device)}; usable there: {', '.join(usable)}"
+        )
+    return _MODULES[name]
+
+
+def select(device: torch.device, norm_type: float = 2.0) -> ModuleType:
+    """The backend module for gradients on `device`. Norms other than 1, 2 and inf are the reference's.
+
+    Raises:
+        RuntimeError: a backend was named that cannot serve the device.
+    """
+    if norm_type not in native.NORM_TYPES:
+        return reference
+    key = (name_in_use(), device)
+    if key not in _chosen:
+        _chosen[key] = _choose(*key)
+    return _chosen[key]
+
+
+def status(device: torch.device | str = "cpu") -> dict[str, str]:
+    """For each backend, in the order of preference: "in use", "usable", or why it cannot serve `device`."""
+    device = torch.device(device)
+    name = name_in_use()
+    report = {n: _MODULES[n].unavailable(device) or "usable" for n in NAMES}
+    in_use = name if name != "auto" else next(n for n in NAMES if report[n] == "usable")
+    if report[in_use] == "usable":
+        report[in_use] = "in use"
+    return report

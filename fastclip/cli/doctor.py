@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is installed, what was built, and which backend serves which device and why."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+import torch
+
+from .. import __version__, backends
+from ..backends import native
+
+_VARIABLES = ("FASTCLIP_BACKEND", "FASTCLIP_CPU_CAPABILITY")
+
+
+def _devices() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def report() -> str:
+    """The diagnosis, a line for each finding."""
+    lines = [
+        f"fastclip  {__version__} at {native.LIBRARY.parent}",
+        f"torch     {torch.__version__}, {torch.get_num_threads()} threads",
+        f"python    {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
+        f"build     {native.build_report()}",
+    ]
+    lines += [f"set       {name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    for device in _devices():
+        lines.append(f"\n{device}")
+        lines += [f"  {name:10} {state}" for name, state in backends.status(device).items()]
+        if device == "cpu" and native.unavailable(torch.device("cpu")) is None:
+            lines.append(f"  native runs on {native.cpu_capability()}")
+    return "\n".join(lines)
