@@ -83,13 +83,16 @@ def named_gradients(parameters: NamedParameters) -> tuple[list[Tensor], list[str
     return list(grads), list(names), list(indices)
 
 
-def require_max_norm(max_norm: float | Tensor) -> float | Tensor:
+def require_max_norm(max_norm: float | Tensor, num_groups: int = 1) -> float | Tensor:
     """A number as a float; a tensor as it is, since reading it would wait for the device.
 
     Raises:
-        TypeError: not a number. ValueError: a negative number or NaN.
+        TypeError: not a number. ValueError: a negative number or NaN; a tensor of the wrong size.
     """
     if isinstance(max_norm, Tensor):
+        if max_norm.numel() not in (1, num_groups):
+            wanted = "one element" if num_groups == 1 else f"one element or {num_groups}, one a group"
+            raise ValueError(f"expected max_norm to have {wanted}, but got shape {list(max_norm.shape)}")
         return max_norm
     max_norm = float(max_norm)
     if not max_norm >= 0:

@@ -194,13 +194,7 @@ def _max_norm_of_groups(max_norm: MaxNorm, labels: list[Hashable]) -> float | Te
             raise ValueError(f"expected max_norm to hold every group's limit, but got none for {missing}")
         limits = [require_max_norm(max_norm[label]) for label in labels]
         return torch.tensor(limits, dtype=torch.float64)
-    max_norm = require_max_norm(max_norm)
-    if isinstance(max_norm, Tensor) and max_norm.numel() not in (1, len(labels)):
-        raise ValueError(
-            f"expected max_norm to have one element{' or one a group' if labels else ''}, but got shape "
-            f"{list(max_norm.shape)}{f' for {len(labels)} groups' if labels else ''}"
-        )
-    return max_norm
+    return require_max_norm(max_norm, max(1, len(labels)))
 
 
 @torch.no_grad()

@@ -20,6 +20,17 @@ def _devices() -> list[str]:
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
+def _backends_of(device: str) -> list[str]:
+    """What status() tells, or why it could not: the doctor must survive what it diagnoses."""
+    try:
+        lines = [f"{name:10} {state}" for name, state in backends.status(device).items()]
+        if device == "cpu" and native.unavailable(torch.device("cpu")) is None:
+            lines.append(f"native runs on {native.cpu_capability()}")
+        return lines
+    except (ValueError, RuntimeError) as error:
+        return [f"problem    {error}"]
+
+
 def report() -> str:
     """The diagnosis, a line for each finding."""
     lines = [
@@ -31,7 +42,5 @@ def report() -> str:
     lines += [f"set       {name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     for device in _devices():
         lines.append(f"\n{device}")
-        lines += [f"  {name:10} {state}" for name, state in backends.status(device).items()]
-        if device == "cpu" and native.unavailable(torch.device("cpu")) is None:
-            lines.append(f"  native runs on {native.cpu_capability()}")
+        lines += [f"  {line}" for line in _backends_of(device)]
     return "\n".join(lines)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Fixtures for every test: a seed, poisoned memory, and a choice of backend and instruction set."""
+
+import os
+
+import pytest
+import torch
+
+import fastclip
+from fastclip.backends import native
+
+# Not in the order of preference but in that of width: results must not depend on which one runs.
+CAPABILITIES = ("baseline", "avx2", "avx512")
+
+
+def usable_capabilities() -> list[str]:
+    """The instruction sets that this CPU and this build have."""
+    if native.unavailable(torch.device("cpu")):
+        return []
+    usable = []
+    for name in CAPABILITIES:
+        os.environ["FASTCLIP_CPU_CAPABILITY"] = name
+        try:
+            usable.append(native.cpu_capability())
+        except RuntimeError:
+            pass
+        finally:
+            del os.environ["FASTCLIP_CPU_CAPABILITY"]
+    return usable
+
+
+USABLE = usable_capabilities()
+BACKENDS = ["reference", *(f"native-{name}" for name in USABLE)]
+
+
+def pytest_report_header() -> list[str]:
+    """Which torch and which backends a run has covered; a missing one must not go unnoticed."""
+    return [
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, backends: {', '.join(BACKENDS)}",
+        f"native: {native.unavailable(torch.device('cpu')) or 'in use'}",
+    ]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked gpu says why it did not run."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def seed_and_poison():
+    """Fixed seeds; fresh memory filled with NaN, also what C++ allocates, so that no read of it passes."""
+    torch.manual_seed(20261130)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch) -> str:
+    """Each backend in turn; the native one once for each instruction set."""
+    name, _, capability = request.param.partition("-")
+    if capability:
+        monkeypatch.setenv("FASTCLIP_CPU_CAPABILITY", capability)
+    with fastclip.backends.use(name):
+        yield request.param
+
+
+@pytest.fixture
+def native_only():
+    """Skips a test of the compiled library where it is absent, with the reason."""
+    if reason := native.unavailable(torch.device("cpu")):
+        pytest.skip(f"no native library: {reason}")
+    with fastclip.backends.use("native"):
+        yield native
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
