@@ -59,6 +59,7 @@ def native_build() -> dict:
     # Contraction would make the last bits of a norm depend on the instruction set; see csrc/cpu/loops.h.
     flags = [
         "-O3",
+        "-g0",
         "-ffp-contract=off",
         "-fvisibility=hidden",
         "-DTORCH_TARGET_VERSION=0x020a000000000000",
@@ -72,6 +73,7 @@ def native_build() -> dict:
     )
     return {
         "ext_modules": [extension],
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
         "cmdclass": {
             "build_ext": Build.with_options(no_python_abi_suffix=True),
             "build_py": BuildLast,

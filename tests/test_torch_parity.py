@@ -18,6 +18,9 @@ import cases
 import fastclip as ours
 from cases import DTYPES, INF, NAN, assert_bitwise_equal, dtype_name
 
+# torch warns of an exhausted generator since 2.8.
+WARNS_OF_GENERATORS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 
 
@@ -87,13 +90,13 @@ def test_empty_generator_warns_as_torch_does(exhausted):
         return used
 
     caught = []
-    for library in (theirs, ours):
+    for library in (theirs, ours) if WARNS_OF_GENERATORS else (ours,):
         with pytest.warns(UserWarning) as record:
             assert library.clip_grad_norm_(generator(), 1.0) == 0
         assert len(record) == 1
         caught.append((str(record[0].message), record[0].filename))
-    assert caught[0] == caught[1]
-    assert caught[1][1] == __file__
+    assert caught[0] == caught[-1]
+    assert caught[-1][1] == __file__
 
 
 def test_a_single_tensor_is_a_list_of_one(backend):
@@ -296,7 +299,7 @@ def test_complex_gradients(backend, dtype, norm_type):
     assert_same_clipping(grads, 0.2, norm_type)
     assert_same_clipping(grads[:1], 0.2, norm_type)
     for library in (theirs, ours):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(RuntimeError):  # and NotImplementedError, which is one, from torch 2.8 on
             library.clip_grad_value_(parameters(grads[0]), 0.1)
 
 

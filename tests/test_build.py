@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What setup.py decides, with real builds of wheels in a copy of the project."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastclip
+from fastclip.backends import native
+
+ROOT = Path(fastclip.__file__).parent.parent
+LIBRARY = "fastclip/libfastclip_cpu.so"
+
+if not (ROOT / "setup.py").exists():
+    pytest.skip("the tests run against an installed package, not a source tree", allow_module_level=True)
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A copy of what a build reads, without anything that was built."""
+    copy = tmp_path / "project"
+    ignore = shutil.ignore_patterns("*.so", "__pycache__", "_build_report.txt")
+    for folder in ("csrc", "fastclip"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+class Wheel:
+    """The outcome of `pip wheel`: its output and, if it succeeded, what the wheel holds."""
+
+    def __init__(self, project: Path, **environment: str) -> None:
+        out = project.parent / "wheels"
+        command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
+        result = subprocess.run(
+            [*command, "--wheel-dir", str(out), "."],
+            cwd=project,
+            env={**os.environ, "FASTCLIP_BUILD": "auto", **environment},
+            capture_output=True,
+            text=True,
+        )
+        self.output = result.stdout + result.stderr
+        self.succeeded = result.returncode == 0
+        self.path = next(out.glob("*.whl")) if self.succeeded else None
+
+    def files(self) -> list[str]:
+        with zipfile.ZipFile(self.path) as archive:
+            return archive.namelist()
+
+    def report(self) -> str:
+        with zipfile.ZipFile(self.path) as archive:
+            return archive.read("fastclip/_build_report.txt").decode()
+
+
+def no_compiler(tmp_path: Path) -> dict[str, str]:
+    """A PATH on which nothing compiles."""
+    (tmp_path / "empty").mkdir()
+    return {"PATH": str(tmp_path / "empty"), "CXX": "", "CC": ""}
+
+
+def no_torch(tmp_path: Path) -> dict[str, str]:
+    """What an isolated build sees: a Python that has no torch."""
+    (tmp_path / "shadow").mkdir()
+    (tmp_path / "shadow" / "torch.py").write_text("raise ImportError('No module named torch')\n")
+    return {"PYTHONPATH": str(tmp_path / "shadow")}
+
+
+def assert_pure(wheel: Wheel, *words: str) -> None:
+    """A wheel for any machine, that says aloud and in its report why it holds no library."""
+    assert wheel.succeeded, wheel.output
+    assert LIBRARY not in wheel.files() and wheel.path.name.endswith("py3-none-any.whl")
+    for word in words:
+        assert word in wheel.output and word in wheel.report()
+
+
+def test_none_builds_no_library(project):
+    assert_pure(Wheel(project, FASTCLIP_BUILD="none"), "pure Python only", "FASTCLIP_BUILD=none")
+
+
+def test_auto_without_a_compiler(project, tmp_path):
+    needs_modern_torch()
+    assert_pure(Wheel(project, **no_compiler(tmp_path)), "pure Python only", "no C++ compiler")
+
+
+def test_auto_without_torch(project, tmp_path):
+    wheel = Wheel(project, **no_torch(tmp_path))
+    assert_pure(wheel, "torch cannot be imported by the build", "--no-build-isolation")
+
+
+def test_auto_with_a_compiler_that_fails(project, tmp_path):
+    needs_modern_torch()
+    broken = tmp_path / "broken-compiler"
+    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
+    broken.chmod(0o755)
+    wheel = Wheel(project, CXX=str(broken))
+    assert wheel.succeeded, wheel.output
+    assert LIBRARY not in wheel.files()
+    assert "did not compile" in wheel.output and "did not compile" in wheel.report()
+
+
+def test_cpu_builds_or_fails(project, tmp_path):
+    wheel = Wheel(project, FASTCLIP_BUILD="cpu", **no_torch(tmp_path))
+    assert not wheel.succeeded and "FASTCLIP_BUILD=cpu: torch cannot be imported" in wheel.output
+
+
+@pytest.mark.parametrize("mode", ["cuda", "fast"])
+def test_unknown_modes_fail(project, mode):
+    wheel = Wheel(project, FASTCLIP_BUILD=mode)
+    assert not wheel.succeeded
+    assert f"expected auto, cpu or none, but got '{mode}'" in wheel.output
+    assert ("no CUDA kernels" in wheel.output) == (mode == "cuda")
+
+
+def needs_modern_torch() -> None:
+    if native._torch_version() < native.OLDEST_TORCH:
+        pytest.skip(f"torch {torch.__version__} is older than the library needs, which is said first")
+
+
+def test_an_installed_wheel_runs_the_library(project, tmp_path):
+    needs_modern_torch()
+    if not shutil.which(os.environ.get("CXX", "c++")):
+        pytest.skip("no C++ compiler")
+    wheel = Wheel(project, FASTCLIP_BUILD="cpu")
+    assert wheel.succeeded, wheel.output
+    assert LIBRARY in wheel.files() and "cp310-abi3" in wheel.path.name
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel.path) as archive:
+        archive.extractall(site)
+    code = (
+        "import torch, fastclip\n"
+        "p = torch.nn.Parameter(torch.zeros(2)); p.grad = torch.tensor([3.0, 4.0])\n"
+        "print(fastclip.__file__, fastclip.backends.status()['native'], fastclip.clip_grad_norm_([p], 1).item())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert result.stdout.split(maxsplit=1)[1] == "in use 5.0\n", result.stderr
+    assert result.stdout.startswith(str(site))
+    assert str(project).encode() not in (site / LIBRARY).read_bytes()
