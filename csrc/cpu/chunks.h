@@ -16,6 +16,9 @@ namespace fastclip {
 // elements are enough work for a thread and stay in its cache for a second reading.
 constexpr int64_t kChunkSize = 32768;
 
+// Waking a thread takes as long as it needs for a few batches.
+constexpr int64_t kBatchesPerWorker = 4;
+
 struct Chunk {
   int32_t grad;
   int64_t offset;  // in elements
@@ -51,7 +54,8 @@ class ChunkTable {
 template <class Visit>
 void ChunkTable::for_each(Order order, const Visit& visit) const {
   const auto batches = static_cast<int64_t>(batches_.size()) - 1;
-  const int64_t workers = std::min<int64_t>(batches, torch::stable::get_num_threads());
+  const int64_t workers = std::clamp<int64_t>(batches / kBatchesPerWorker, std::min<int64_t>(batches, 1),
+                                              torch::stable::get_num_threads());
   // Each worker has a share of its own, the same in every run over this table, so that it finds in its
   // cache what it touched before; one that is done helps the others, so that a thread which is held up
   // delays nobody. Results do not depend on who does what: each chunk has a place of its own for them.
