@@ -9,16 +9,27 @@
 #include <string>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace fastclip {
 namespace {
+
+#if defined(__x86_64__)
+// Not every compiler's __builtin_cpu_supports knows this feature.
+bool has_f16c() {
+  unsigned int eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
 
 // From the narrowest to the widest.
 std::vector<const Loops*> usable_loops() {
   std::vector<const Loops*> usable{&kBaselineLoops};
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   if (avx2) usable.push_back(&kAvx2Loops);
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {

@@ -22,7 +22,8 @@ struct Partial {
 };
 
 // All variants of a loop give the same bits: element i always goes to lane i % 32, lanes are summed in
-// one order, and no multiplication is contracted with an addition.
+// one order, and no multiplication is contracted with an addition. Only which NaN a product is depends on
+// the processor, where Inf meets the factor 0 or a NaN meets a NaN factor.
 struct Loops {
   const char* name;
   // With finite_only, non-finite elements are counted but left out of `value`.

@@ -20,9 +20,9 @@ constexpr int kLanes = 32;                           // element i is summed in l
 constexpr int kRegisters = kLanes / Isa::kFloats;    // registers that hold one float32 a lane
 constexpr int kDoubles = Isa::kFloats / 2;           // doubles in a register
 constexpr int kDoubleRegisters = kLanes / kDoubles;  // registers that hold one float64 a lane
-// float32 lanes are emptied into float64 lanes after this many elements, 32 additions a lane. That bounds
-// the relative error of a norm by 32 * 2^-25, below 1e-6, even where every rounding goes the same way.
-constexpr int64_t kFlush = kLanes * 32;
+// float32 lanes are emptied into float64 lanes after this many elements. The 15 rounded additions in each
+// bound the relative error of a sum by 15 * 2^-24, below 1e-6, even where every rounding goes the same way.
+constexpr int64_t kFlush = kLanes * 16;
 // Below this sum of squares, terms that underflowed in float32 could matter: a run of 2^15 elements loses
 // at most 2^15 * 2^-126 to them, 2^-24 of this sum.
 constexpr double kTinySum = 0x1p-87;
@@ -46,7 +46,7 @@ inline void store_vector(Element* p, Vector v) {
 
 template <class Vector, class Element>
 inline Vector broadcast(Element x) {
-  return Vector{} + x;
+  return x - Vector{};  // and not a sum, which would make -0 of x a +0
 }
 
 inline double double_from_bits(int64_t bits) {
