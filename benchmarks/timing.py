@@ -18,6 +18,9 @@ MIN_PAIRS = 2 if SMOKE else 15
 _MAX_PAIRS = 2 if SMOKE else 400
 _ENOUGH_SECONDS = 0.5
 
+# A turn of calls whose gradients stay in the caches.
+CALLS_IN_CACHE = 2 if SMOKE else 10
+
 _CACHE_IF_UNKNOWN = 32 << 20
 
 
@@ -48,11 +51,13 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def alternate(
-    first: Callable[[], object], second: Callable[[], object], prepare: Callable[[], object]
+    first: Callable[[], object], second: Callable[[], object], prepare: Callable[[], object], turn: int = 1
 ) -> tuple[Times, Times]:
-    """Time the two calls in turns, A B A B, so that what drifts on the machine falls on both alike.
+    """Time the two calls in turns, so that what drifts on the machine falls on both alike.
 
-    `prepare` runs before every call and is not timed. At least MIN_PAIRS pairs; more for short calls.
+    A turn is one call, or several whose first is not counted: it finds in the caches what the other call
+    left there. `prepare` runs before every call and is not timed. At least MIN_PAIRS pairs; more for short
+    calls.
     """
     times: tuple[list[float], list[float]] = ([], [])
     collecting = gc.isenabled()
@@ -62,8 +67,11 @@ def alternate(
             len(times[0]) < _MAX_PAIRS and sum(times[0]) + sum(times[1]) < _ENOUGH_SECONDS
         ):
             for call, seconds in zip((first, second), times, strict=True):
-                prepare()
-                seconds.append(_seconds(call))
+                taken = []
+                for _ in range(turn):
+                    prepare()
+                    taken.append(_seconds(call))
+                seconds.extend(taken[1:] or taken)
     finally:
         if collecting:
             gc.enable()

@@ -136,7 +136,8 @@ def test_an_installed_wheel_runs_the_library(project, tmp_path):
     code = (
         "import torch, fastclip\n"
         "p = torch.nn.Parameter(torch.zeros(2)); p.grad = torch.tensor([3.0, 4.0])\n"
-        "print(fastclip.__file__, fastclip.backends.status()['native'], fastclip.clip_grad_norm_([p], 1).item())\n"
+        "norm = fastclip.clip_grad_norm_([p], 1).item()\n"
+        "print(fastclip.__file__, fastclip.backends.status()['native'], norm)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(site)}
     result = subprocess.run(

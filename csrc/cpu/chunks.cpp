@@ -44,6 +44,7 @@ ChunkTable::ChunkTable(const GradientList& list) {
   chunks_.reserve(list.items.size());
   int64_t cost = kChunkSize;  // opens the first batch
   for (int32_t g = 0; g < static_cast<int32_t>(list.size()); ++g) {
+    elements_ += list.items[g].numel;
     for (int64_t offset = 0; offset < list.items[g].numel; offset += kChunkSize) {
       if (cost >= kChunkSize) {
         batches_.push_back(size());

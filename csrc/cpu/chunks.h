@@ -16,8 +16,12 @@ namespace fastclip {
 // elements are enough work for a thread and stay in its cache for a second reading.
 constexpr int64_t kChunkSize = 32768;
 
-// Waking a thread takes as long as it needs for a few batches.
-constexpr int64_t kBatchesPerWorker = 4;
+// A thread is woken for no less than this, some 10 us of work. On a busy machine it may start milliseconds
+// late, and everyone waits for it; thousands of tiny gradients are not worth that.
+constexpr int64_t kElementsPerWorker = int64_t{1} << 18;
+
+// How many batches a backward run takes forwards before it steps back.
+constexpr int64_t kStretch = 32;
 
 struct Chunk {
   int32_t grad;
@@ -35,11 +39,18 @@ class ChunkTable {
   const Chunk& operator[](int64_t i) const { return chunks_[i]; }
 
   // Calls visit(i) once for every chunk i, from several threads. Backwards, the memory touched last by a
-  // forward run, which may still be cached, comes first.
+  // forward run, which may still be cached, comes first; but in stretches that are long enough for the
+  // processor to fetch ahead in them (a stretch of one chunk cost 13 % of the bandwidth).
   template <class Visit>
   void for_each(Order order, const Visit& visit) const;
 
  private:
+  // The k-th of `size` batches in a backward run.
+  static int64_t backward(int64_t k, int64_t size) {
+    const int64_t end = size - k / kStretch * kStretch;
+    return std::max<int64_t>(end - kStretch, 0) + k % kStretch;
+  }
+
   // The batches that one worker takes first. A cache line each, since all are counted up at once.
   struct alignas(64) Share {
     int64_t first = 0;
@@ -47,6 +58,7 @@ class ChunkTable {
     std::atomic<int64_t> taken{0};
   };
 
+  int64_t elements_ = 0;
   std::vector<Chunk> chunks_;
   std::vector<int64_t> batches_;  // first chunk of each batch of about kChunkSize elements, and the end
 };
@@ -54,8 +66,8 @@ class ChunkTable {
 template <class Visit>
 void ChunkTable::for_each(Order order, const Visit& visit) const {
   const auto batches = static_cast<int64_t>(batches_.size()) - 1;
-  const int64_t workers = std::clamp<int64_t>(batches / kBatchesPerWorker, std::min<int64_t>(batches, 1),
-                                              torch::stable::get_num_threads());
+  const int64_t workers =
+      std::clamp<int64_t>(elements_ / kElementsPerWorker, 1, torch::stable::get_num_threads());
   // Each worker has a share of its own, the same in every run over this table, so that it finds in its
   // cache what it touched before; one that is done helps the others, so that a thread which is held up
   // delays nobody. Results do not depend on who does what: each chunk has a place of its own for them.
@@ -68,15 +80,14 @@ void ChunkTable::for_each(Order order, const Visit& visit) const {
     for (int64_t turn = 0; turn < workers; ++turn) {
       Share& share = shares[(worker + turn) % workers];
       for (int64_t k; (k = share.taken.fetch_add(1, std::memory_order_relaxed)) < share.size;) {
-        const int64_t batch = share.first + (order == Order::kForward ? k : share.size - 1 - k);
-        const int64_t first = batches_[batch], end = batches_[batch + 1];
-        for (int64_t i = first; i < end; ++i) visit(order == Order::kForward ? i : first + end - 1 - i);
+        const int64_t batch = share.first + (order == Order::kForward ? k : backward(k, share.size));
+        for (int64_t i = batches_[batch]; i < batches_[batch + 1]; ++i) visit(i);
       }
     }
   };
   if (workers == 1) {
     work(0, 1);
-  } else if (workers > 1) {
+  } else {
     torch::stable::parallel_for(0, workers, 1, work);
   }
 }

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The demo passes, prints what is true, and fails when clipping or naming is wrong."""
+
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import fastclip
+
+pytest.importorskip("plotext")
+pytest.importorskip("tqdm")
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What `demo.py --quick` prints into a pipe."""
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    command = [sys.executable, str(DEMO), "--quick"]
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"step {STEPS} of {STEPS}: loss" in done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def demo(threads) -> ModuleType:
+    threads(1)
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(output: str, label: str) -> list[float]:
+    """All numbers of the one line of the table that starts with `label`."""
+    lines = [line for line in output.splitlines() if line.strip().startswith(label)]
+    assert len(lines) == 1, (label, lines)
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", lines[0].split(label)[1])]
+
+
+def test_both_trainings_are_told_to_be_the_same(output):
+    _, torch_loss, fastclip_loss = row(output, "final loss (mean of the last")
+    assert torch_loss == pytest.approx(fastclip_loss, abs=1e-4)
+    assert 2.0 < torch_loss < 4.0  # guessing costs ln(104) = 4.6
+    torch_clipped, torch_steps, clipped, steps = row(output, "steps whose gradients were clipped")
+    assert torch_clipped == clipped and torch_steps == steps == STEPS
+    assert 0 < clipped < STEPS
+    found = re.findall(r"Losses of the first 60 steps differ by (\S+) at most \(limit (\S+)\)", output)
+    assert len(found) == 2
+    assert all(0 <= float(difference) <= float(limit) <= 0.01 for difference, limit in found)
+
+
+def test_times_and_ratios_agree(output):
+    torch_step, fastclip_step = row(output, "time of a whole step (median)")
+    torch_median, fastclip_median = row(output, "time in clipping (median)")
+    torch_sum, fastclip_sum = row(output, "time in clipping, all steps together")
+    assert 0 < torch_median < torch_step and 0 < fastclip_median < fastclip_step
+    ratios = re.search(r"torch / fastclip: (\S+) \(median\), (\S+) \(all steps", output)
+    assert float(ratios[1]) == pytest.approx(torch_median / fastclip_median, rel=0.03)
+    assert float(ratios[2]) == pytest.approx(torch_sum / fastclip_sum, rel=0.03)
+    assert all(0 < share < 100 for share in row(output, "its share of a whole step"))
+
+
+def test_the_poisoned_batch_is_named(output):
+    poisoned = output.split("2. One poisoned batch")[1]
+    assert math.isfinite(float(re.search(r"looks healthy: (\d\S*)\.", poisoned)[1]))
+    found = re.findall(r"^ +(\S+) +NaN in ([\d,]+) of ([\d,]+) elements$", poisoned, re.MULTILINE)
+    counts = {name: (int(nans.replace(",", "")), int(of.replace(",", ""))) for name, nans, of in found}
+    assert list(counts) == ["head.weight", "prefix_features.weight"]
+    nans, elements = counts["head.weight"]
+    assert nans == elements > 0
+    nans, elements = counts["prefix_features.weight"]
+    assert nans * 4 == elements > 0  # one feature of four
+    assert "gradients that changed: none" in poisoned
+    spoiled = re.findall(r"parameters that hold NaN: (\d+) of (\d+)", poisoned)
+    after_fastclip, after_torch = [(int(count), int(of)) for count, of in spoiled]
+    assert after_fastclip[0] == 0 and after_torch[0] == after_torch[1] == after_fastclip[1] > 2
+    losses = re.findall(r"loss on the next batch: (\S+)", poisoned)
+    assert math.isfinite(float(losses[0])) and losses[1] == "nan"
+
+
+def test_a_pipe_gets_plain_text(output):
+    assert "\x1b" not in output and "\r" not in output
+    assert max(map(len, output.splitlines())) <= 100
+
+
+def never(parameters, max_norm):
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters])
+
+
+def too_weakly(parameters, max_norm):
+    return torch.nn.utils.clip_grad_norm_(parameters, 1.01 * max_norm)
+
+
+def to_nan(parameters, max_norm):
+    return torch.nn.utils.clip_grad_norm_(parameters, math.nan)
+
+
+@pytest.mark.parametrize("clip", [never, too_weakly, to_nan])
+def test_wrong_clipping_is_rejected(demo, clip):
+    corpus = demo.Corpus(demo.QUICK, seed=0)
+    runs = [
+        demo.Run(function, corpus.size, corpus.padding, seed=0)
+        for function in (torch.nn.utils.clip_grad_norm_, clip)
+    ]
+    demo.train(*runs, corpus)
+    failures = demo.training_failures(*runs)
+    assert failures
+    assert all(re.fullmatch(r"the losses differ by (nan|\d\S*) within \d+ steps", line) for line in failures)
+
+
+def test_a_training_without_clipping_proves_nothing(demo, monkeypatch):
+    monkeypatch.setattr(demo, "MAX_NORM", 1e9)
+    corpus = demo.Corpus(demo.QUICK, seed=0)
+    run = demo.Run(torch.nn.utils.clip_grad_norm_, corpus.size, corpus.padding, seed=0)
+    run.step(corpus.batch())
+    assert demo.training_failures(run, run) == ["no gradients were clipped, so nothing was compared"]
+
+
+def test_wrong_clipping_makes_the_demo_fail(demo, monkeypatch, capsys):
+    monkeypatch.setattr(fastclip, "clip_grad_norm_", never)
+    assert demo.main(["--quick"]) == 1
+    assert re.search(r"^FAILED: the losses differ by \d", capsys.readouterr().out, re.MULTILINE)
+
+
+real_clip_ = fastclip.clip_
+
+
+def nameless(named, max_norm, nonfinite):
+    return real_clip_([parameter for _, parameter in named], max_norm, nonfinite=nonfinite)
+
+
+def misnamed(named, max_norm, nonfinite):
+    names, parameters = zip(*named, strict=True)
+    return real_clip_(list(zip(reversed(names), parameters, strict=True)), max_norm, nonfinite=nonfinite)
+
+
+def spoiling(named, max_norm, nonfinite):
+    return real_clip_(named, max_norm, nonfinite="propagate")
+
+
+@pytest.mark.parametrize(
+    ("clip_", "failure"),
+    [
+        (real_clip_, None),
+        (nameless, "fastclip found NaN in"),
+        (misnamed, "fastclip found NaN in"),
+        (spoiling, "should be untouched, but changed"),
+    ],
+)
+def test_a_poisoned_batch_that_is_not_named_is_rejected(demo, monkeypatch, clip_, failure):
+    monkeypatch.setattr(fastclip, "clip_", clip_)
+    corpus = demo.Corpus(demo.QUICK, seed=0)
+    run = demo.Run(fastclip.clip_grad_norm_, corpus.size, corpus.padding, seed=0)
+    failures = demo.poison(run, corpus)
+    assert bool(failures) == bool(failure)
+    assert all(failure in line for line in failures)
