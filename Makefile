@@ -14,7 +14,7 @@ install: $(VENV)/installed
 $(VENV)/torch-installed:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)" "setuptools>=77" wheel ninja
+	$(BIN)/python -m pip install --quiet "$(TORCH)" "setuptools>=77" wheel ninja numpy
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch-installed pyproject.toml setup.py $(shell find csrc -type f)

@@ -43,6 +43,7 @@ def reason_against() -> str | None:
 
 def native_build() -> dict:
     """The arguments of setup() that compile the native library."""
+    import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
     class Build(BuildExtension):
@@ -54,6 +55,8 @@ def native_build() -> dict:
                     raise
                 say(f"pure Python only, the native library did not compile: {error} (FASTCLIP_BUILD=auto)")
                 self.extensions: list = []
+            else:
+                say(f"native CPU library, built with torch {torch.__version__} (FASTCLIP_BUILD={MODE})")
 
     sources = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.cpp"))
     # Contraction would make the last bits of a norm depend on the instruction set; see csrc/cpu/loops.h.
@@ -95,7 +98,6 @@ def decide() -> dict:
         sys.exit(f"FASTCLIP_BUILD: expected auto, cpu or none, but got {MODE!r}{hint}")
     reason = "FASTCLIP_BUILD=none" if MODE == "none" else reason_against()
     if reason is None:
-        say(f"building the native CPU library (FASTCLIP_BUILD={MODE})")
         return native_build()
     if MODE == "cpu":
         sys.exit(f"FASTCLIP_BUILD=cpu: {reason}")
