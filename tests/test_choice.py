@@ -65,12 +65,14 @@ def test_an_unknown_name_raises(name):
 
 
 def test_the_variable_names_a_backend(monkeypatch):
-    monkeypatch.setenv("FASTCLIP_BACKEND", "reference")
+    code = "import fastclip; print(fastclip.backends.name_in_use())"
+    assert run(code, FASTCLIP_BACKEND="reference").stdout == "reference\n"
+    monkeypatch.setattr(backends, "_named", None)
+    monkeypatch.setattr(backends, "_environment", "reference")
+    assert backends.select(CPU) is reference
     with backends.use("auto"):
         assert backends.name_in_use() == "auto"
-    monkeypatch.setattr(backends, "_named", None)
-    assert backends.select(CPU) is reference
-    monkeypatch.setenv("FASTCLIP_BACKEND", "fast")
+    monkeypatch.setattr(backends, "_environment", "fast")
     with pytest.raises(ValueError, match="FASTCLIP_BACKEND: expected 'auto' or one of .* but got 'fast'"):
         fastclip.get_total_norm([torch.ones(2)])
 
@@ -81,7 +83,7 @@ def without_library(monkeypatch, tmp_path, report: str = "pure Python only: no C
     (tmp_path / "report.txt").write_text(report + "\n")
     monkeypatch.setattr(backends, "_chosen", {})
     monkeypatch.setattr(backends, "_named", None)
-    monkeypatch.delenv("FASTCLIP_BACKEND", raising=False)
+    monkeypatch.setattr(backends, "_environment", "auto")
 
 
 def test_a_missing_library_is_said_once_and_told_by_status(monkeypatch, tmp_path):

@@ -20,9 +20,11 @@ constexpr int kLanes = 32;                           // element i is summed in l
 constexpr int kRegisters = kLanes / Isa::kFloats;    // registers that hold one float32 a lane
 constexpr int kDoubles = Isa::kFloats / 2;           // doubles in a register
 constexpr int kDoubleRegisters = kLanes / kDoubles;  // registers that hold one float64 a lane
-// float32 lanes are emptied into float64 lanes after this many elements. The 15 rounded additions in each
-// bound the relative error of a sum by 15 * 2^-24, below 1e-6, even where every rounding goes the same way.
-constexpr int64_t kFlush = kLanes * 16;
+// float32 lanes are emptied into float64 lanes after this many elements. That bounds the relative error of a
+// norm below 1e-6 even where every rounding goes the same way: by 15 additions of 2^-24 for p = 1, by half of
+// 31 additions and a product for p = 2, of which the root is taken.
+template <Norm norm>
+constexpr int64_t kFlush = kLanes * (norm == kNorm1 ? 16 : 32);
 // Below this sum of squares, terms that underflowed in float32 could matter: a run of 2^15 elements loses
 // at most 2^15 * 2^-126 to them, 2^-24 of this sum.
 constexpr double kTinySum = 0x1p-87;

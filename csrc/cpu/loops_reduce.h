@@ -47,9 +47,9 @@ void reduce_sum(const void* data, int64_t size, bool finite_only, Partial* out) 
   const Element* p = static_cast<const Element*>(data);
   Lanes lanes;
   Ints seen[kRegisters] = {};  // OR of all bits: tells zeros from what underflowed to zero
-  for (int64_t start = 0; start < size; start += kFlush) {
+  for (int64_t start = 0; start < size; start += kFlush<norm>) {
     Floats sum[kRegisters] = {};
-    const int64_t length = size - start < kFlush ? size - start : kFlush;
+    const int64_t length = size - start < kFlush<norm> ? size - start : kFlush<norm>;
     for_each_group(p + start, length, [&](const Element* q) {
 #pragma GCC unroll 8
       for (int r = 0; r < kRegisters; ++r) {

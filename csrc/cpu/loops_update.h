@@ -39,6 +39,8 @@ void scale_float64(void* data, int64_t size, double factor, bool zero_nonfinite)
   });
 }
 
+constexpr int64_t kBlock = 1024;
+
 // Writes only blocks that hold something to limit, so that gradients within the limit cost one read.
 // NaN compares false both ways and stays.
 template <class Type>
@@ -49,9 +51,9 @@ void clamp(void* data, int64_t size, double limit) {
   const Floats exact = broadcast<Floats>(static_cast<float>(limit));
   Type::store(rounded, exact, exact);
   const Floats high = Type::load(rounded), low = -high;
-  for (int64_t start = 0; start < size; start += kFlush) {
+  for (int64_t start = 0; start < size; start += kBlock) {
     Element* block = static_cast<Element*>(data) + start;
-    const int64_t length = size - start < kFlush ? size - start : kFlush;
+    const int64_t length = size - start < kBlock ? size - start : kBlock;
     // The zeros that pad the last group lie outside a negative limit; the block is then just written.
     Ints outside = {};
     for_each_group(block, length, [&](const Element* q) {

@@ -18,6 +18,7 @@ from . import native, reference
 NAMES = ("native", "reference")
 _MODULES: dict[str, ModuleType] = {"native": native, "reference": reference}
 _named: str | None = None
+_environment = os.environ.get("FASTCLIP_BACKEND") or "auto"  # read once: looking it up costs a microsecond
 _chosen: dict[tuple[str, torch.device], ModuleType] = {}
 
 
@@ -30,10 +31,8 @@ def _require_name(name: str, source: str) -> str:
 
 
 def name_in_use() -> str:
-    """The name given to :func:`use`, else that in FASTCLIP_BACKEND, else "auto"."""
-    if _named is not None:
-        return _named
-    return _require_name(os.environ.get("FASTCLIP_BACKEND") or "auto", "FASTCLIP_BACKEND")
+    """The name given to :func:`use`, else that in FASTCLIP_BACKEND at import, else "auto"."""
+    return _named or _environment
 
 
 class use:
@@ -70,6 +69,7 @@ class use:
 
 
 def _choose(name: str, device: torch.device) -> ModuleType:
+    _require_name(name, "FASTCLIP_BACKEND")
     usable = [n for n in NAMES if _MODULES[n].unavailable(device) is None]
     if name == "auto":
         if usable[0] == "reference" and (reason := native.missing_on(device)):
@@ -104,7 +104,7 @@ def select(device: torch.device, norm_type: float = 2.0) -> ModuleType:
 def status(device: torch.device | str = "cpu") -> dict[str, str]:
     """For each backend, in the order of preference: "in use", "usable", or why it cannot serve `device`."""
     device = torch.device(device)
-    name = name_in_use()
+    name = _require_name(name_in_use(), "FASTCLIP_BACKEND")
     report = {n: _MODULES[n].unavailable(device) or "usable" for n in NAMES}
     in_use = name if name != "auto" else next(n for n in NAMES if report[n] == "usable")
     if report[in_use] == "usable":
