@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Train a small language model with torch's clipping and with fastclip's, then catch a poisoned batch.
 
-The text is the standard library's own (pydoc_data.topics). It runs on the CPU, in about two minutes on two
+The text is the standard library's own (pydoc_data.topics). It runs on the CPU, in about a minute on two
 cores; with --quick in seconds. The exit code is 1 if the two trainings differ by more than rounding or if
 fastclip does not name exactly the gradients that hold NaN.
 """
@@ -275,7 +275,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
     parser.add_argument("--seed", type=int, default=0, help="for parameters and batches (default: 0)")
-    parser.add_argument("--threads", type=int, default=1, help="more suffer on a busy machine (default: 1)")
+    threads = torch.get_num_threads()
+    parser.add_argument("--threads", type=int, default=threads, help=f"of the CPU (default: {threads})")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     corpus = Corpus(QUICK if options.quick else FULL, options.seed)
