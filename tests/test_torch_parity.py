@@ -303,7 +303,7 @@ def test_complex_gradients(backend, dtype, norm_type):
             library.clip_grad_value_(parameters(grads[0]), 0.1)
 
 
-def test_complex_gradients_are_counted():
+def test_complex_gradients_are_counted(backend):
     grads = [torch.tensor([complex(NAN, INF), complex(1, INF), 3]), torch.tensor([1.0, NAN])]
     stats = ours.grad_stats(parameters(*grads))
     assert stats.per_tensor.nan_count.tolist() == [1, 1] and stats.per_tensor.inf_count.tolist() == [1, 0]

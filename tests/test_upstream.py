@@ -93,7 +93,7 @@ def ten_elements(value: float, one_element: bool, finite_first: bool) -> list[Te
     return [prefix, parameter]
 
 
-def test_a_float64_norm_is_nonfinite_where_the_power_leaves_the_range():
+def test_a_float64_norm_is_nonfinite_where_the_power_leaves_the_range(backend):
     """The list of torch's test, which the next one takes from torch itself."""
     everywhere = [g.grad for g in ten_elements(2e200, False, False)]
     nonfinite = [p for p in ORDERS if not fastclip.get_total_norm(everywhere, p).isfinite()]
