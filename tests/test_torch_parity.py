@@ -422,6 +422,14 @@ def test_float64_squares_overflow_as_in_torch(backend):
     assert_same_clipping([one], 1.0, exact=True)
 
 
+def test_a_lone_float64_element_overflows_too(backend):
+    """Part of deliberate difference 2: torch does not square where one gradient holds one element."""
+    grads = [torch.tensor([2e200], dtype=torch.float64)]
+    assert theirs.get_total_norm(grads).item() == 2e200
+    assert ours.get_total_norm(grads).item() == INF
+    assert theirs.get_total_norm(grads * 2).item() == ours.get_total_norm(grads * 2).item() == INF
+
+
 def test_clip_by_value_of_nonfinite_elements(backend):
     grads = [torch.tensor([NAN, INF, -INF, 0.5, -7.0])]
     for value in (1.0, INF, 0.0, NAN, -1.0):
