@@ -11,15 +11,6 @@
 namespace fastclip {
 namespace {
 
-// The beginnings of small gradients lie anywhere in memory, where the processor cannot fetch ahead by itself.
-constexpr int64_t kPrefetchChunks = 8;
-
-void prefetch(const GradientList& list, const Chunk& chunk) {
-  const Gradient& grad = list.items[chunk.grad];
-  const char* data = grad.data + chunk.offset * grad.item_size();
-  for (int line = 0; line < 4; ++line) __builtin_prefetch(data + 64 * line);
-}
-
 // Sums, or the larger of two where a NaN wins.
 void add(const Partial& part, Norm norm, Partial* total) {
   if (norm == kNormInf) {
@@ -62,7 +53,6 @@ Statistics compute_statistics(const GradientList& list, const ChunkTable& table,
   const Loops& loops = select_loops();
   table.for_each(Order::kForward, [&](int64_t i) {
     const Chunk& chunk = table[i];
-    prefetch(list, table[std::min(i + kPrefetchChunks, table.size() - 1)]);
     const auto reduce = loops.reduce[list.items[chunk.grad].dtype][norm];
     with_elements(list, chunk, Access::kRead,
                   [&](const void* data) { reduce(data, chunk.size, finite_only, &statistics.chunks[i]); });
