@@ -4,7 +4,12 @@
 
 #include <torch/csrc/stable/library.h>
 
-STABLE_TORCH_LIBRARY(fastclip, m) {
+// The tests define the same ops under another name, to run the CUDA kernels on a CPU.
+#ifndef FASTCLIP_NAMESPACE
+#define FASTCLIP_NAMESPACE fastclip
+#endif
+
+STABLE_TORCH_LIBRARY(FASTCLIP_NAMESPACE, m) {
   // Reads every gradient once. `stats` is [N, 3]: power sum (or maximum for norm_type inf), NaN count,
   // Inf count. `total_norm` is [G], one norm a group. `groups` holds the group of each gradient and is
   // empty where all gradients form one group.

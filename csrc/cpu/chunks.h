@@ -8,7 +8,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "gradients.h"
+#include "../common/gradients.h"
+#include "loops.h"
 
 namespace fastclip {
 

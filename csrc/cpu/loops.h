@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The inner loops over one contiguous run of elements, and the table through which they are called.
 //
-// Each instruction set has a translation unit of its own that includes nothing but <cstdint> and
+// Each instruction set has a translation unit of its own that includes nothing but <cstdint>, types.h and
 // <immintrin.h>: a template of the standard library instantiated there could be the copy that the linker
 // keeps for the whole library, and would then run on a CPU that lacks the instructions.
 
 #pragma once
 
-#include <cstdint>
+#include "../common/types.h"
 
 namespace fastclip {
-
-enum DType : int { kFloat32, kBFloat16, kFloat16, kFloat64, kNumDTypes };
-enum Norm : int { kNorm1, kNorm2, kNormInf, kNumNorms };
 
 // What one run of elements adds to the statistics of its gradient.
 struct Partial {

@@ -5,9 +5,9 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cmath>
 #include <tuple>
 
+#include "../common/summary.h"
 #include "capability.h"
 #include "statistics.h"
 
@@ -103,15 +103,6 @@ void scale_(std::vector<Tensor> grads, Tensor scale, bool zero_nonfinite) {
   scale_chunks(list, ChunkTable(list), zero_nonfinite, factor_of, [](int64_t) { return true; });
 }
 
-enum class NonFinite { kPropagate, kZero, kSkip };
-
-NonFinite parse_nonfinite(const std::string& mode, const char* op) {
-  if (mode == "propagate") return NonFinite::kPropagate;
-  if (mode == "zero") return NonFinite::kZero;
-  if (mode == "skip") return NonFinite::kSkip;
-  fail(op, "expected nonfinite 'propagate', 'zero' or 'skip', but got '" + mode + "'");
-}
-
 std::vector<GroupSummary> summarize_groups(const Statistics& statistics, const Groups& groups,
                                            const std::vector<double>& max_norms, bool max_norm_is_tensor,
                                            double inv_scale, bool float64) {
@@ -122,10 +113,9 @@ std::vector<GroupSummary> summarize_groups(const Statistics& statistics, const G
   }
   std::vector<GroupSummary> summaries;
   for (int64_t g = 0; g < groups.count(); ++g) {
-    const double max_norm = max_norms.size() == 1 ? max_norms[0] : max_norms[g];
+    const MaxNorm max_norm = {max_norms.size() == 1 ? max_norms[0] : max_norms[g], max_norm_is_tensor};
     const auto summarize_one = float64 ? summarize<double> : summarize<float>;
-    summaries.push_back(
-        summarize_one(statistics.totals[g], max_norm, max_norm_is_tensor, inv_scale, nonfinite[g]));
+    summaries.push_back(summarize_one(statistics.totals[g], max_norm, inv_scale, nonfinite[g]));
   }
   return summaries;
 }
@@ -152,9 +142,7 @@ std::tuple<Tensor, Tensor> clip_(std::vector<Tensor> grads, double max_norm, dou
   std::vector<double> factors, rows;
   bool any_found_inf = false, any_factor = false;
   for (const GroupSummary& group : summaries) {
-    // The product is rounded as one of two float32 tensors would be.
-    factors.push_back(float64 ? group.clip_coef * unscale
-                              : static_cast<float>(group.clip_coef) * static_cast<float>(unscale));
+    factors.push_back(group.factor);
     rows.insert(rows.end(), {group.total_norm, group.clip_coef, group.found_inf ? 1.0 : 0.0});
     any_found_inf |= group.found_inf;
     any_factor |= factors.back() != 1;
@@ -170,7 +158,7 @@ std::tuple<Tensor, Tensor> clip_(std::vector<Tensor> grads, double max_norm, dou
 
 void clamp_(std::vector<Tensor> grads, double limit) {
   constexpr const char* op = "clamp_";
-  if (std::isnan(limit)) fail(op, "expected limit to be a number, but got NaN");
+  require_limit(limit, op);
   const GradientList list = collect(grads, Access::kWrite, op);
   const ChunkTable table(list);
   const Loops& loops = select_loops();

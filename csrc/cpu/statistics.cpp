@@ -2,9 +2,7 @@
 
 #include "statistics.h"
 
-#include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "capability.h"
 
@@ -23,28 +21,6 @@ void add(const Partial& part, Norm norm, Partial* total) {
 }
 
 }  // namespace
-
-Groups::Groups(const std::vector<int64_t>& groups, int64_t num_grads, const char* op) : groups_(groups) {
-  if (groups.empty()) return;
-  if (static_cast<int64_t>(groups.size()) != num_grads) {
-    fail(op, "expected a group for each of the " + std::to_string(num_grads) + " gradients, but got " +
-                 std::to_string(groups.size()));
-  }
-  for (int64_t group : groups) {
-    if (group < 0 || group >= num_grads) {
-      fail(op, "expected groups numbered from 0 to at most " + std::to_string(num_grads - 1) + ", but got " +
-                   std::to_string(group));
-    }
-    count_ = std::max(count_, group + 1);
-  }
-}
-
-Norm parse_norm(double norm_type, const char* op) {
-  if (norm_type == 2) return kNorm2;
-  if (norm_type == 1) return kNorm1;
-  if (norm_type == std::numeric_limits<double>::infinity()) return kNormInf;
-  fail(op, "expected norm_type 1, 2 or inf, but got " + std::to_string(norm_type));
-}
 
 Statistics compute_statistics(const GradientList& list, const ChunkTable& table, const Groups& groups,
                               Norm norm, bool finite_only) {
@@ -68,20 +44,5 @@ Statistics compute_statistics(const GradientList& list, const ChunkTable& table,
   }
   return statistics;
 }
-
-template <class Real>
-GroupSummary summarize(double total, double max_norm, bool max_norm_is_tensor, double inv_scale,
-                       bool found_nonfinite) {
-  const Real total_norm = static_cast<Real>(total * inv_scale);
-  const Real limit = static_cast<Real>(max_norm);
-  const Real padded = total_norm + static_cast<Real>(1e-6);
-  Real coef = max_norm_is_tensor ? limit / padded : Real{1} / padded * limit;
-  if (coef > 1) coef = 1;  // keeps NaN
-  const bool usable = !found_nonfinite && std::isfinite(total_norm) && coef >= 0;
-  return {total_norm, coef, !usable};
-}
-
-template GroupSummary summarize<float>(double, double, bool, double, bool);
-template GroupSummary summarize<double>(double, double, bool, double, bool);
 
 }  // namespace fastclip

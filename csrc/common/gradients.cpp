@@ -3,7 +3,6 @@
 #include "gradients.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 namespace fastclip {
 namespace {
@@ -19,6 +18,10 @@ bool to_dtype(ScalarType type, DType* dtype) {
     case ScalarType::Double: *dtype = kFloat64; return true;
     default: return false;
   }
+}
+
+bool same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() ? b.is_cpu() : !b.is_cpu() && a.get_device_index() == b.get_device_index();
 }
 
 std::string name_of(int64_t index) { return "grads[" + std::to_string(index) + "]"; }
@@ -50,10 +53,6 @@ bool is_dense(const Strides& strides) {
 
 }  // namespace
 
-[[noreturn]] void fail(const char* op, const std::string& message) {
-  throw std::runtime_error(std::string("fastclip::") + op + ": " + message);
-}
-
 bool GradientList::any_float64() const {
   return std::any_of(items.begin(), items.end(), [](const Gradient& g) { return g.dtype == kFloat64; });
 }
@@ -64,7 +63,9 @@ GradientList collect(const std::vector<Tensor>& tensors, Access access, const ch
   for (const Tensor& tensor : tensors) {
     const int64_t index = list.size();
     Gradient grad{};
-    if (!tensor.is_cpu()) fail(op, "expected gradients on the CPU, but " + name_of(index) + " is elsewhere");
+    if (!same_device(tensor, tensors[0])) {
+      fail(op, "expected gradients on one device, but " + name_of(index) + " is not where grads[0] is");
+    }
     if (!to_dtype(tensor.scalar_type(), &grad.dtype)) {
       fail(op, "expected float32, bfloat16, float16 or float64 gradients, but " + name_of(index) +
                    " has another dtype");

@@ -6,10 +6,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
-#include "loops.h"
+#include "arguments.h"
 
 namespace fastclip {
 
@@ -25,7 +24,7 @@ struct Gradient {
   DType dtype;
   int32_t strides;  // index into GradientList::strides, or -1 where the memory has no gaps
 
-  int64_t item_size() const { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
+  int64_t item_size() const { return fastclip::item_size(dtype); }
 };
 
 struct GradientList {
@@ -45,12 +44,9 @@ struct GradientList {
 
 enum class Access { kRead, kWrite };
 
-// Throws std::runtime_error for a gradient these loops cannot serve and, if they are to be written, for
-// gradients that overlap in part or in themselves.
+// Throws std::runtime_error for a gradient on another device than the first or of another dtype than the
+// four, and, if they are to be written, for gradients that overlap in part or in themselves.
 GradientList collect(const std::vector<torch::stable::Tensor>& tensors, Access access, const char* op);
-
-// Ends the call with a message that holds no build path, unlike that of STD_TORCH_CHECK.
-[[noreturn]] void fail(const char* op, const std::string& message);
 
 // Overlap of memory, in overlap.cpp.
 bool overlaps_itself(const Strides& strides);

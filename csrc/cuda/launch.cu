@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Cuts a list into launches, lays out the workspace and starts the kernels.
+
+#include "launch.h"
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.cuh"
+
+namespace fastclip {
+namespace cuda {
+namespace {
+
+void check(cudaError_t error, const char* action) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("CUDA could not ") + action + ": " + cudaGetErrorString(error));
+  }
+}
+
+// As many blocks as the device holds at once, or fewer if there are fewer chunks.
+template <class Kernel>
+uint32_t grid_size(Kernel kernel, uint32_t chunks) {
+  int device = 0, multiprocessors = 0, blocks = 0;
+  check(cudaGetDevice(&device), "tell the current device");
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+        "tell the number of multiprocessors");
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0),
+        "load the kernels (built for other GPUs?)");
+  const auto resident = static_cast<uint32_t>(multiprocessors * std::max(blocks, 1));
+  return std::max(1u, std::min(chunks, resident));
+}
+
+template <class Kernel, class... Parameters>
+void launch(Kernel kernel, uint32_t chunks, void* stream, const Parameters&... parameters) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid_size(kernel, chunks));
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kernel, parameters...), "launch a kernel");
+}
+
+uint64_t address_of(const Item& item) { return reinterpret_cast<uint64_t>(item.data); }
+
+// Bytes from the aligned address at or before an item's first element to its end.
+uint64_t extent_of(const Item& item) {
+  if (item.numel == 0) return 0;
+  return address_of(item) % kVectorBytes + static_cast<uint64_t>(item.numel) * item_size(item.dtype);
+}
+
+uint64_t chunks_of(const Item& item) { return (extent_of(item) + kChunkBytes - 1) / kChunkBytes; }
+
+constexpr uint32_t kEveryRound = 0xffffffff;
+
+// The table of `count` items. In a certain round of scaling all others are left out.
+void fill_table(const Item* items, uint32_t count, uint32_t round, Table* table) {
+  uint32_t chunks = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    const Item& item = items[i];
+    const auto own = static_cast<uint32_t>(chunks_of(item));
+    table->data[i] = item.data;
+    table->first_chunk[i] = chunks;
+    const auto last_end = static_cast<uint32_t>(own ? extent_of(item) - uint64_t{own - 1} * kChunkBytes : 0);
+    table->last_end[i] = last_end | static_cast<uint32_t>(item.dtype) << Table::kDTypeShift;
+    table->index[i] = round == kEveryRound || round == item.repeat ? item.index : kLeftOut;
+    chunks += own;
+  }
+  table->count = count;
+  table->chunks = chunks;
+}
+
+}  // namespace
+
+// The workspace from its beginning: what must be zero before the first launch, then the rest.
+struct Pass::Layout {
+  size_t zeroed = 0;
+  size_t bytes = 0;
+  size_t blocks_done, segment_done, segments, slots, counts, group_of, factors, wanted;
+
+  explicit Layout(const Pass& pass) {
+    size_t most_segments = 0, chunks = 0;
+    for (const Launch& launch : pass.launches_) {
+      most_segments = std::max<size_t>(most_segments, first_segment(launch.chunks, launch.count) + 1);
+      chunks += launch.chunks;
+    }
+    blocks_done = add<uint32_t>(1);
+    segment_done = add<uint32_t>(most_segments);
+    zeroed = bytes;
+    segments = add<Row>(most_segments);
+    slots = add<double>(chunks);
+    counts = add<Counts>(chunks);
+    group_of = add<uint32_t>(pass.items_.size());
+    factors = add<double>(pass.num_groups_);
+    wanted = add<uint32_t>(1);
+  }
+
+  template <class Type>
+  size_t add(size_t count) {
+    const size_t begin = bytes;
+    bytes += (count * sizeof(Type) + 15) / 16 * 16;
+    return begin;
+  }
+
+  Workspace of_launch(void* memory, const Launch& launch) const {
+    char* base = static_cast<char*>(memory);
+    const auto at = [&](size_t offset) { return static_cast<void*>(base + offset); };
+    return {static_cast<uint32_t*>(at(blocks_done)),
+            static_cast<uint32_t*>(at(segment_done)),
+            static_cast<Row*>(at(segments)),
+            static_cast<double*>(at(slots)) + launch.first_chunk,
+            static_cast<Counts*>(at(counts)) + launch.first_chunk,
+            static_cast<uint32_t*>(at(group_of)),
+            static_cast<double*>(at(factors)),
+            static_cast<uint32_t*>(at(wanted))};
+  }
+};
+
+Pass::Pass(std::vector<Item> items, uint32_t num_groups) : items_(std::move(items)), num_groups_(num_groups) {
+  uint64_t first_chunk = 0;
+  for (size_t first = 0; first < items_.size(); first += kMaxTensors) {
+    const auto count = static_cast<uint32_t>(std::min<size_t>(kMaxTensors, items_.size() - first));
+    uint64_t chunks = 0;
+    for (size_t i = first; i < first + count; ++i) {
+      chunks += chunks_of(items_[i]);
+      rounds_ = std::max(rounds_, items_[i].repeat + 1);
+    }
+    launches_.push_back({first, count, first_chunk, static_cast<uint32_t>(chunks)});
+    first_chunk += chunks;
+  }
+  workspace_bytes_ = Layout(*this).bytes;
+}
+
+void Pass::statistics(Norm norm, const Request& request, double* stats, void* workspace, void* stream) const {
+  const Layout layout(*this);
+  check(cudaMemsetAsync(workspace, 0, layout.zeroed, static_cast<cudaStream_t>(stream)), "clear memory");
+  const auto kernel = norm == kNorm1   ? statistics_kernel<kNorm1>
+                      : norm == kNorm2 ? statistics_kernel<kNorm2>
+                                       : statistics_kernel<kNormInf>;
+  const auto table = std::make_unique<Table>();
+  for (const Launch& part : launches_) {
+    fill_table(&items_[part.first_item], part.count, kEveryRound, table.get());
+    const StatisticsArguments arguments = {layout.of_launch(workspace, part),
+                                           reinterpret_cast<Row*>(stats),
+                                           static_cast<uint32_t>(part.first_item),
+                                           static_cast<uint32_t>(items_.size()),
+                                           &part == &launches_.back(),
+                                           request};
+    launch(kernel, part.chunks, stream, *table, arguments);
+  }
+}
+
+// Gradients with the very same memory are written in rounds, one after the other. Within a round the
+// launches go from the last to the first, as the chunks of a launch do.
+template <class Work>
+void Pass::for_each_round(const Work& work) const {
+  const auto table = std::make_unique<Table>();
+  for (uint32_t round = 0; round < rounds_; ++round) {
+    for (size_t i = 0; i < launches_.size(); ++i) {
+      const Launch& part = launches_[kScaleBackwards ? launches_.size() - 1 - i : i];
+      if (part.chunks == 0) continue;
+      fill_table(&items_[part.first_item], part.count, round, table.get());
+      work(part, *table);
+    }
+  }
+}
+
+void Pass::scale_as_decided(bool zero_nonfinite, void* workspace, void* stream) const {
+  const Layout layout(*this);
+  for_each_round([&](const Launch& part, const Table& table) {
+    const Workspace memory = layout.of_launch(workspace, part);
+    const ScaleArguments arguments = {
+        memory.wanted, {memory.factors, true, num_groups_ > 1}, memory.slots, zero_nonfinite};
+    launch(scale_kernel, part.chunks, stream, table, arguments);
+  });
+}
+
+void Pass::scale(DeviceNumbers factors, bool zero_nonfinite, void* stream) const {
+  for_each_round([&](const Launch& part, const Table& table) {
+    const ScaleArguments arguments = {nullptr, factors, nullptr, zero_nonfinite};
+    launch(scale_kernel, part.chunks, stream, table, arguments);
+  });
+}
+
+// Clamping twice changes nothing, so that the first round is enough.
+void Pass::clamp(double limit, void* stream) const {
+  const auto table = std::make_unique<Table>();
+  for (const Launch& part : launches_) {
+    if (part.chunks == 0) continue;
+    fill_table(&items_[part.first_item], part.count, 0, table.get());
+    launch(clamp_kernel, part.chunks, stream, *table, limit);
+  }
+}
+
+}  // namespace cuda
+}  // namespace fastclip

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The settings, for Python.
+
+#include "scheduler.h"
+
+extern "C" __attribute__((visibility("default"))) void fastclip_shim_configure(int blocks, unsigned seed) {
+  fastclip_shim::settings() = {blocks, seed};
+}

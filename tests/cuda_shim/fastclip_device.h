@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Stands in for csrc/cuda/fastclip_device.h: the ops run on CPU tensors, under a namespace of their own.
+
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#define FASTCLIP_KERNELS(m) STABLE_TORCH_LIBRARY_IMPL(fastclip_shim, CPU, m)
+
+namespace fastclip {
+namespace cuda {
+
+class DeviceScope {
+ public:
+  explicit DeviceScope(const torch::stable::Tensor&) {}
+  void* stream() const { return nullptr; }
+};
+
+}  // namespace cuda
+}  // namespace fastclip

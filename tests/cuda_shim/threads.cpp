@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The threads of a kernel as threads of the system, all blocks at once.
+
+#ifdef FASTCLIP_SHIM_THREADS
+
+#include <pthread.h>
+
+#include <thread>
+
+#include "scheduler.h"
+
+#if defined(__SANITIZE_THREAD__)
+extern "C" void __tsan_acquire(void* address);
+extern "C" void __tsan_release(void* address);
+#endif
+
+namespace fastclip_shim {
+namespace {
+
+constexpr size_t kSharedSize = 16 << 10;
+
+thread_local Thread current;
+char fence_token;
+
+}  // namespace
+
+Settings& settings() {
+  static Settings instance;
+  return instance;
+}
+
+struct Barrier::State {
+  pthread_barrier_t barrier;
+};
+
+Barrier::Barrier(int size) : state_(new State) { pthread_barrier_init(&state_->barrier, nullptr, size); }
+Barrier::~Barrier() { pthread_barrier_destroy(&state_->barrier); }
+void Barrier::wait() { pthread_barrier_wait(&state_->barrier); }
+
+Thread& self() { return current; }
+
+void fence() {
+#if defined(__SANITIZE_THREAD__)
+  __tsan_release(&fence_token);
+  __tsan_acquire(&fence_token);
+#endif
+}
+
+void run(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel) {
+  std::vector<std::unique_ptr<Block>> resident;
+  std::vector<std::thread> workers;
+  for (uint32_t b = 0; b < blocks; ++b) {
+    resident.push_back(std::make_unique<Block>(threads));
+    resident.back()->memory.assign(kSharedSize, 0xa5);
+    for (uint32_t t = 0; t < threads; ++t) {
+      workers.emplace_back([&, b, t] {
+        current = {t, b, blocks, resident[b].get()};
+        kernel();
+      });
+    }
+  }
+  for (std::thread& worker : workers) worker.join();
+}
+
+}  // namespace fastclip_shim
+
+#endif
