@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Decides what to compile, says what and why, and leaves the rest to pyproject.toml.
 
-FASTCLIP_BUILD: "auto" compiles what this machine can and falls back with the reason, "cpu" compiles or
-fails, "none" gives the pure Python package.
+FASTCLIP_BUILD: "auto" compiles what this machine can and falls back with the reason, "cpu" compiles the CPU
+library or fails, "cuda" both libraries or fails, even beside a torch without CUDA, "none" gives the pure
+Python package. TORCH_CUDA_ARCH_LIST names other GPUs, such as "9.0;10.0+PTX".
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 REPORT = ROOT / "fastclip" / "_build_report.txt"
+MODES = ("auto", "cpu", "cuda", "none")
 MODE = os.environ.get("FASTCLIP_BUILD", "auto")
+CPU, CUDA = "fastclip.libfastclip_cpu", "fastclip.libfastclip_cuda"
+ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX")
+# Contraction would make the last bits of a norm depend on the instruction set; see csrc/cpu/loops.h.
+FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}=."]
 
 
 def say(message: str) -> None:
@@ -23,6 +33,78 @@ def say(message: str) -> None:
     bar = "*" * 100
     print(f"{bar}\nfastclip: {message}\n{bar}", file=sys.stderr)
     REPORT.write_text(message + "\n", encoding="utf-8")
+
+
+def output_of(*command: str) -> str:
+    """What a tool prints, on either stream."""
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return result.stdout + result.stderr
+
+
+class Toolkit:
+    """A CUDA toolkit, known by its compiler."""
+
+    def __init__(self, nvcc: str) -> None:
+        self.nvcc = nvcc
+        # Where nvcc is a wrapper script, only nvcc itself knows its place.
+        top = re.search(r"^#\$ TOP=(.*)$", output_of(nvcc, "--dryrun", "kernels.cu"), re.MULTILINE)
+        self.root = Path(top.group(1) if top else Path(nvcc).resolve().parent.parent).resolve()
+        version = re.search(r"release (\d+)\.(\d+)", output_of(nvcc, "--version"))
+        if version is None:
+            raise RuntimeError(f"{nvcc} does not tell its version")
+        self.version = (int(version[1]), int(version[2]))
+
+    @classmethod
+    def find(cls) -> "Toolkit | None":
+        """By CUDA_HOME, on PATH, or from NVIDIA's packages beside torch."""
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+        packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+        places = [Path(home) / "bin" / "nvcc"] if home else []
+        places += [Path(found)] if (found := shutil.which("nvcc")) else []
+        places += sorted(packages.glob("cu*/bin/nvcc"), reverse=True)
+        return next((cls(str(place)) for place in places if place.exists()), None)
+
+    def runtime(self) -> Path:
+        """The folder of the static runtime."""
+        folders = ("lib64", "lib", "targets/*/lib", "lib/x64")
+        found = [p for f in folders for p in self.root.glob(f"{f}/libcudart_static.a")]
+        if not found:
+            raise RuntimeError(f"no libcudart_static.a under {self.root}")
+        return found[0].parent
+
+    def architectures(self) -> list[str]:
+        """The GPUs to build for: those that were named, or the usual ones that this compiler knows."""
+        named = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+        if named:
+            return named
+        known = output_of(self.nvcc, "--list-gpu-arch")
+        return [a for a in ARCHITECTURES if f"compute_{digits(a)}\n" in known + "\n"]
+
+    def compile(self, source: Path, target: Path) -> None:
+        """One object that holds the kernels for all GPUs."""
+        command = [self.nvcc, "-c", str(source), "-o", str(target), "-std=c++17", "-O3", "-fmad=false"]
+        command += ["--threads", "0", "-Xfatbin=-compress-all", f"-Xcompiler={','.join(['-fPIC', *FLAGS])}"]
+        for architecture in self.architectures():
+            number = digits(architecture)
+            command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+            if architecture.endswith("+PTX"):
+                command += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
+
+    def __str__(self) -> str:
+        names = " ".join("sm_" + a.removesuffix("+PTX").replace(".", "") for a in self.architectures())
+        return f"CUDA {self.version[0]}.{self.version[1]} for {names}"
+
+
+def digits(architecture: str) -> str:
+    """90 of 9.0+PTX."""
+    number = architecture.removesuffix("+PTX").replace(".", "")
+    if not re.fullmatch(r"\d+[af]?", number):
+        raise RuntimeError(f"TORCH_CUDA_ARCH_LIST: expected numbers such as 9.0, but got {architecture!r}")
+    return number
 
 
 def reason_against() -> str | None:
@@ -41,12 +123,42 @@ def reason_against() -> str | None:
     return None if shutil.which(compiler) else f"no C++ compiler: {compiler!r} is not on PATH"
 
 
+def find_toolkit() -> Toolkit | str:
+    """The toolkit for the CUDA kernels, or why they are not built."""
+    import torch
+
+    if MODE == "cpu":
+        return "FASTCLIP_BUILD=cpu"
+    if MODE == "auto" and torch.version.cuda is None:
+        return "this torch has no CUDA"
+    try:
+        toolkit = Toolkit.find()
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        return str(error)
+    if toolkit is None:
+        return "no nvcc (`pip install torch-fastclip[nvcc]` brings one)"
+    if toolkit.version < (12, 1):
+        return f"nvcc 12.1 or later is needed, {toolkit.nvcc} is {'.'.join(map(str, toolkit.version))}"
+    return toolkit
+
+
+def sources_of(folder: str) -> list[str]:
+    """The C++ files of a folder of csrc, as paths that setuptools takes."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).glob("*.cpp"))
+
+
 def native_build() -> dict:
-    """The arguments of setup() that compile the native library."""
+    """The arguments of setup() that compile the native libraries."""
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
+    toolkit = find_toolkit()
+    if MODE == "cuda" and isinstance(toolkit, str):
+        sys.exit(f"FASTCLIP_BUILD=cuda: {toolkit}")
+
     class Build(BuildExtension):
+        no_cuda: str | None = toolkit if isinstance(toolkit, str) else None
+
         def run(self) -> None:
             try:
                 super().run()
@@ -55,31 +167,56 @@ def native_build() -> dict:
                     raise
                 say(f"pure Python only, the native library did not compile: {error} (FASTCLIP_BUILD=auto)")
                 self.extensions: list = []
-            else:
-                say(f"native CPU library, built with torch {torch.__version__} (FASTCLIP_BUILD={MODE})")
+                return
+            cuda = f"no CUDA kernels: {self.no_cuda}" if self.no_cuda else f"CUDA kernels by {toolkit}"
+            say(f"native CPU library, built with torch {torch.__version__}; {cuda} (FASTCLIP_BUILD={MODE})")
 
-    sources = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.cpp"))
-    # Contraction would make the last bits of a norm depend on the instruction set; see csrc/cpu/loops.h.
-    flags = [
-        "-O3",
-        "-g0",
-        "-ffp-contract=off",
-        "-fvisibility=hidden",
-        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        def build_extensions(self) -> None:
+            kernels = Path(self.build_temp) / "kernels.o"
+            if self.no_cuda is None:
+                try:
+                    toolkit.compile(ROOT / "csrc" / "cuda" / "launch.cu", kernels)
+                except RuntimeError as error:
+                    if MODE == "cuda":
+                        raise
+                    self.no_cuda = f"nvcc failed: {error}"
+                    self.extensions = [e for e in self.extensions if e.name != CUDA]
+            for extension in self.extensions:
+                if extension.name == CUDA:
+                    extension.extra_objects = [str(kernels)]
+            if self.no_cuda is not None:
+                (ROOT / "fastclip" / "libfastclip_cuda.so").unlink(missing_ok=True)
+            super().build_extensions()
+
+    common = sources_of("common")
+    flags = [*FLAGS, f"-ffile-prefix-map={Path(torch.__file__).parent}=torch"]
+    flags.append("-DTORCH_TARGET_VERSION=0x020a000000000000")
+    extensions = [
+        CppExtension(
+            CPU,
+            ["csrc/schemas.cpp", *common, *sources_of("cpu")],
+            py_limited_api=True,
+            extra_compile_args=flags,
+        )
     ]
-    prefix = f"-ffile-prefix-map={ROOT}=."  # no path of this machine in the binary
-    extension = CppExtension(
-        "fastclip.libfastclip_cpu",
-        sources,
-        py_limited_api=True,
-        extra_compile_args=[*flags, prefix],
-    )
+    if not isinstance(toolkit, str):
+        # libtorch.so brings what torch has for CUDA, and is not there when a CPU torch builds this.
+        runtime = [f"-L{toolkit.runtime()}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        extension = CppExtension(
+            CUDA,
+            [*common, *sources_of("cuda")],
+            py_limited_api=True,
+            include_dirs=[str(ROOT / "csrc" / "cuda")],
+            extra_compile_args=[*flags, "-DUSE_CUDA"],
+            extra_link_args=[*runtime, "-Wl,--exclude-libs,ALL", "-Wl,--no-as-needed", "-ltorch"],
+        )
+        extensions.append(extension)
     return {
-        "ext_modules": [extension],
-        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+        "ext_modules": extensions,
         "cmdclass": {
             "build_ext": Build.with_options(no_python_abi_suffix=True),
             "build_py": BuildLast,
+            "bdist_wheel": AnyPython,
         },
     }
 
@@ -92,16 +229,23 @@ class BuildLast(build_py):
         super().run()
 
 
+class AnyPython(bdist_wheel):
+    """A wheel for this platform and any Python 3: the libraries know torch, and nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 def decide() -> dict:
-    if MODE not in ("auto", "cpu", "none"):
-        hint = ": this version has no CUDA kernels" if MODE == "cuda" else ""
-        sys.exit(f"FASTCLIP_BUILD: expected auto, cpu or none, but got {MODE!r}{hint}")
+    if MODE not in MODES:
+        sys.exit(f"FASTCLIP_BUILD: expected one of {', '.join(MODES)}, but got {MODE!r}")
     reason = "FASTCLIP_BUILD=none" if MODE == "none" else reason_against()
     if reason is None:
         return native_build()
-    if MODE == "cpu":
-        sys.exit(f"FASTCLIP_BUILD=cpu: {reason}")
-    (ROOT / "fastclip" / "libfastclip_cpu.so").unlink(missing_ok=True)
+    if MODE in ("cpu", "cuda"):
+        sys.exit(f"FASTCLIP_BUILD={MODE}: {reason}")
+    for library in ROOT.glob("fastclip/*.so"):
+        library.unlink()
     say(f"pure Python only, no native library: {reason}")
     return {}
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import fastclip
+import shim
+from fastclip import backends
 from fastclip.backends import native
 
 # Not in the order of preference but in that of width: results must not depend on which one runs.
@@ -31,6 +33,8 @@ def usable_capabilities() -> list[str]:
 
 USABLE = usable_capabilities()
 BACKENDS = ["reference", *(f"native-{name}" for name in USABLE)]
+if shim.reason_against() is None:
+    BACKENDS.append("cuda_on_cpu")
 
 
 def pytest_report_header() -> list[str]:
@@ -38,6 +42,7 @@ def pytest_report_header() -> list[str]:
     return [
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, backends: {', '.join(BACKENDS)}",
         f"native: {native.unavailable(torch.device('cpu')) or 'in use'}",
+        f"CUDA kernels on the CPU: {shim.reason_against() or 'in use'}",
     ]
 
 
@@ -58,7 +63,14 @@ def seed_and_poison():
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch) -> str:
-    """Each backend in turn; the native one once for each instruction set."""
+    """Each backend in turn; the native one once for each instruction set, and with the CUDA kernels."""
+    if request.param == "cuda_on_cpu":
+        monkeypatch.setitem(backends._MODULES, "native", shim.backend())
+        monkeypatch.setattr(backends, "_chosen", {})
+        shim.configure()
+        with fastclip.backends.use("native"):
+            yield request.param
+        return
     name, _, capability = request.param.partition("-")
     if capability:
         monkeypatch.setenv("FASTCLIP_CPU_CAPABILITY", capability)

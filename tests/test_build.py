@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastclip
-from fastclip.backends import native
+from fastclip.backends import libraries
 
 ROOT = Path(fastclip.__file__).parent.parent
 LIBRARY = "fastclip/libfastclip_cpu.so"
@@ -119,7 +119,7 @@ def test_unknown_modes_fail(project, mode):
 
 
 def needs_modern_torch() -> None:
-    if native._torch_version() < native.OLDEST_TORCH:
+    if libraries.torch_version() < libraries.OLDEST_TORCH:
         pytest.skip(f"torch {torch.__version__} is older than the library needs, which is said first")
 
 

@@ -10,7 +10,7 @@ import torch
 
 import fastclip
 from fastclip import backends
-from fastclip.backends import native, reference
+from fastclip.backends import libraries, native, reference
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -78,8 +78,8 @@ def test_the_variable_names_a_backend(monkeypatch):
 
 
 def without_library(monkeypatch, tmp_path, report: str = "pure Python only: no C++ compiler") -> None:
-    monkeypatch.setattr(native, "LIBRARY", tmp_path / "libfastclip_cpu.so")
-    monkeypatch.setattr(native, "BUILD_REPORT", tmp_path / "report.txt")
+    monkeypatch.setattr(libraries, "CPU_LIBRARY", tmp_path / "libfastclip_cpu.so")
+    monkeypatch.setattr(libraries, "BUILD_REPORT", tmp_path / "report.txt")
     (tmp_path / "report.txt").write_text(report + "\n")
     monkeypatch.setattr(backends, "_chosen", {})
     monkeypatch.setattr(backends, "_named", None)
@@ -87,7 +87,7 @@ def without_library(monkeypatch, tmp_path, report: str = "pure Python only: no C
 
 
 def test_a_missing_library_is_said_once_and_told_by_status(monkeypatch, tmp_path):
-    if native._torch_version() < native.OLDEST_TORCH:
+    if libraries.torch_version() < libraries.OLDEST_TORCH:
         pytest.skip("this torch is too old for the library, so nobody misses it")
     without_library(monkeypatch, tmp_path)
     with pytest.warns(UserWarning, match="plain PyTorch reference.*no C.. compiler.*python -m fastclip"):
@@ -116,10 +116,10 @@ def test_a_second_library_is_refused_with_both_places(native_only, tmp_path):
     """Loading it would end the process: the ops would be defined twice."""
     code = (
         "import shutil, pathlib, torch, fastclip\n"
-        "from fastclip.backends import native\n"
-        f"copy = pathlib.Path({str(tmp_path)!r}) / native.LIBRARY.name\n"
-        "shutil.copy(native.LIBRARY, copy)\n"
-        "first, native.LIBRARY = native.LIBRARY, copy\n"
+        "from fastclip.backends import libraries, native\n"
+        f"copy = pathlib.Path({str(tmp_path)!r}) / libraries.CPU_LIBRARY.name\n"
+        "shutil.copy(libraries.CPU_LIBRARY, copy)\n"
+        "first, libraries.CPU_LIBRARY = libraries.CPU_LIBRARY, copy\n"
         "try:\n"
         "    native.load()\n"
         "except ImportError as error:\n"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import cases
 import fastclip
@@ -18,7 +19,7 @@ ROOT = PACKAGE.parent
 
 # From the lowest layer to the highest: a module may import from its own layer and from those before it.
 LAYERS = [
-    ["backends.checks"],
+    ["backends.checks", "backends.libraries"],
     ["backends.reference", "backends.native"],
     ["backends"],
     ["distributed"],
@@ -75,7 +76,7 @@ def test_imports_point_downwards(module):
 
 def test_backends_do_not_import_each_other():
     for name in ("backends.native", "backends.reference"):
-        others = imports_of(name, modules()[name]) - {"backends.checks", "backends"}
+        others = imports_of(name, modules()[name]) - {"backends.checks", "backends.libraries", "backends"}
         assert not others, f"{name} imports {others}"
 
 
@@ -122,4 +123,6 @@ def test_import_needs_and_loads_nothing_but_torch():
 
 
 def test_no_path_of_the_build_machine_in_the_library(native_only):
-    assert str(ROOT).encode() not in native_only.LIBRARY.read_bytes()
+    for library in PACKAGE.glob("*.so"):
+        assert str(ROOT).encode() not in library.read_bytes()
+        assert str(Path(torch.__file__).parent).encode() not in library.read_bytes()

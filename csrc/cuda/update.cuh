@@ -20,19 +20,19 @@ struct Scale {
   }
 };
 
-// NaN compares false both ways and stays.
+// What torch does: raise to -limit, then lower to limit. A negative limit then is the value of all elements.
+// NaN compares false and stays.
 template <class Real>
 struct Clamp {
   Real limit;
 
   __device__ __forceinline__ bool writes(Real x) const { return fabs(x) > limit; }
   __device__ __forceinline__ Real operator()(Real x) const {
-    const Real raised = x < -limit ? -limit : x;
-    return raised > limit ? limit : raised;
+    return x > limit ? limit : -fabs(limit);
   }
 };
 
-// Writes a vector only if the change writes one of its elements.
+// Writes a vector only if the change writes one of its elements. The others keep their bits.
 template <class Type, class Change>
 __device__ __forceinline__ void update_vector(uint4* p, uint4 loaded, const Change& change) {
   Vector v(loaded);
@@ -40,7 +40,8 @@ __device__ __forceinline__ void update_vector(uint4* p, uint4 loaded, const Chan
 #pragma unroll
   for (int i = 0; i < kElements<Type>; ++i) {
     const auto x = Type::get(v, i);
-    writes |= change.writes(x);
+    if (!change.writes(x)) continue;
+    writes = true;
     Type::set(v, i, change(x));
   }
   if (writes) store_update(p, v.packed());
@@ -61,8 +62,10 @@ __device__ __forceinline__ void update_chunk(const Chunk& chunk, const Change& c
     }
   } else {
     for_vectors(chunk, [&](uint4* p) { update_vector<Type>(p, load_to_update(p), change); });
-    for_loose_elements<Type>(chunk,
-                             [&](typename Type::Element* p) { *p = Type::to(change(Type::from(*p))); });
+    for_loose_elements<Type>(chunk, [&](typename Type::Element* p) {
+      const auto x = Type::from(*p);
+      if (change.writes(x)) *p = Type::to(change(x));
+    });
   }
 }
 

@@ -13,7 +13,7 @@ from types import ModuleType, TracebackType
 
 import torch
 
-from . import native, reference
+from . import libraries, native, reference
 
 NAMES = ("native", "reference")
 _MODULES: dict[str, ModuleType] = {"native": native, "reference": reference}
@@ -72,7 +72,7 @@ def _choose(name: str, device: torch.device) -> ModuleType:
     _require_name(name, "FASTCLIP_BACKEND")
     usable = [n for n in NAMES if _MODULES[n].unavailable(device) is None]
     if name == "auto":
-        if usable[0] == "reference" and (reason := native.missing_on(device)):
+        if usable[0] == "reference" and (reason := libraries.missing_on(device)):
             warnings.warn(
                 f"fastclip runs on its plain PyTorch reference, slower than torch's own clipping: {reason}. "
                 "`python -m fastclip` tells more.",

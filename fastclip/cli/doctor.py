@@ -10,7 +10,7 @@ import sys
 import torch
 
 from .. import __version__, backends
-from ..backends import native
+from ..backends import libraries, native
 
 _VARIABLES = ("FASTCLIP_BACKEND", "FASTCLIP_CPU_CAPABILITY")
 
@@ -34,11 +34,15 @@ def _backends_of(device: str) -> list[str]:
 def report() -> str:
     """The diagnosis, a line for each finding."""
     lines = [
-        f"fastclip  {__version__} at {native.LIBRARY.parent}",
+        f"fastclip  {__version__} at {libraries.CPU_LIBRARY.parent}",
         f"torch     {torch.__version__}, {torch.get_num_threads()} threads",
         f"python    {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
-        f"build     {native.build_report()}",
+        f"build     {libraries.build_report()}",
     ]
+    if (reason := libraries.reason_without_cuda()) is None:
+        lines.append("cuda      the kernels are loaded")
+    elif torch.version.cuda is not None or libraries.CUDA_LIBRARY.exists():
+        lines.append(f"cuda      the kernels are not loaded: {reason}")
     lines += [f"set       {name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     for device in _devices():
         lines.append(f"\n{device}")

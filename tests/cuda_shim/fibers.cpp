@@ -4,6 +4,7 @@
 
 #ifndef FASTCLIP_SHIM_THREADS
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -29,41 +30,61 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(kStackSize);
   const std::function<bool()>* blocked = nullptr;  // true while it must wait
+  bool started = false;
   bool finished = false;
+#if defined(__SANITIZE_ADDRESS__)
   void* fake_stack = nullptr;
+#else
+  jmp_buf place;
+#endif
 };
 
 Fiber* running = nullptr;
+#if defined(__SANITIZE_ADDRESS__)
 ucontext_t scheduler;
 void* scheduler_fake_stack = nullptr;
 const void* scheduler_stack = nullptr;
 size_t scheduler_stack_size = 0;
+#else
+jmp_buf scheduler_place;
+#endif
 const std::function<void()>* body = nullptr;
 
-void before_switch(void** fake_stack, const void* stack, size_t size) {
+// A fiber is entered through its context. After that places are changed by the jumps of the C library, which
+// unlike contexts make no system call; AddressSanitizer must be told of every change, and knows contexts.
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_start_switch_fiber(fake_stack, stack, size);
-#else
-  (void)fake_stack, (void)stack, (void)size;
-#endif
-}
-void after_switch(void* fake_stack, const void** stack, size_t* size) {
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(fake_stack, stack, size);
-#else
-  (void)fake_stack, (void)stack, (void)size;
-#endif
-}
-
 void leave(bool for_good) {
   Fiber* fiber = running;
-  before_switch(for_good ? nullptr : &fiber->fake_stack, scheduler_stack, scheduler_stack_size);
+  __sanitizer_start_switch_fiber(for_good ? nullptr : &fiber->fake_stack, scheduler_stack,
+                                 scheduler_stack_size);
   swapcontext(&fiber->context, &scheduler);
-  after_switch(fiber->fake_stack, &scheduler_stack, &scheduler_stack_size);
+  __sanitizer_finish_switch_fiber(fiber->fake_stack, &scheduler_stack, &scheduler_stack_size);
 }
 
+void arrive() { __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size); }
+
+void change_to(Fiber& fiber) {
+  __sanitizer_start_switch_fiber(&scheduler_fake_stack, fiber.stack.data(), fiber.stack.size());
+  swapcontext(&scheduler, &fiber.context);
+  __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
+}
+#else
+void leave(bool) {
+  if (_setjmp(running->place) == 0) _longjmp(scheduler_place, 1);
+}
+
+void arrive() {}
+
+void change_to(Fiber& fiber) {
+  if (_setjmp(scheduler_place) != 0) return;
+  if (fiber.started) _longjmp(fiber.place, 1);
+  setcontext(&fiber.context);
+}
+#endif
+
 void enter() {
-  after_switch(nullptr, &scheduler_stack, &scheduler_stack_size);
+  arrive();
+  running->started = true;
   (*body)();
   running->finished = true;
   leave(true);
@@ -71,14 +92,12 @@ void enter() {
 
 void resume(Fiber& fiber) {
   running = &fiber;
-  before_switch(&scheduler_fake_stack, fiber.stack.data(), fiber.stack.size());
-  swapcontext(&scheduler, &fiber.context);
-  after_switch(scheduler_fake_stack, nullptr, nullptr);
+  change_to(fiber);
   running = nullptr;
 }
 
 void start(Fiber& fiber) {
-  fiber.finished = false;
+  fiber.started = fiber.finished = false;
   fiber.blocked = nullptr;
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = fiber.stack.data();
