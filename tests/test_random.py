@@ -3,15 +3,12 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cases
 from cases import CHUNK, DTYPES, INF, NAN, assert_bitwise_equal, clone, exact_norm
-from conftest import BACKENDS
-from fastclip import backends
 from fastclip.backends import reference, select
 
 SIZES = st.one_of(st.integers(0, 70), st.sampled_from([1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1]))
@@ -36,7 +33,6 @@ def gradients(draw) -> list[torch.Tensor]:
     return grads
 
 
-@pytest.mark.parametrize("backend_name", BACKENDS)
 @settings(
     max_examples=150,
     deadline=None,
@@ -48,22 +44,19 @@ def gradients(draw) -> list[torch.Tensor]:
     norm_type=NORM_TYPES,
     max_norm=MAX_NORMS,
 )
-def test_random_lists(monkeypatch, backend_name, grads, norm_type, max_norm):
-    name, _, capability = backend_name.partition("-")
-    monkeypatch.setenv("FASTCLIP_CPU_CAPABILITY", capability)
-    with backends.use(name):
-        backend = select(torch.device("cpu"))
-        total_norm, stats = backend.grad_stats(grads, norm_type)
-        assert stats[:, 1].tolist() == [g.isnan().sum().item() for g in grads]
-        assert stats[:, 2].tolist() == [g.isinf().sum().item() for g in grads]
-        finite = [g[g.isfinite()] for g in grads]
-        if all(len(f) == g.numel() for f, g in zip(finite, grads, strict=True)):
-            exact = exact_norm(grads, norm_type)
-            assert math.isclose(total_norm.item(), exact, rel_tol=1e-6, abs_tol=1e-45)
-        before = clone(grads)
-        summary, clip_stats = backend.clip_(grads, max_norm, norm_type, "zero")
-        assert_bitwise_equal([clip_stats[:, 1:].contiguous()], [stats[:, 1:].contiguous()])
-        coef = summary[0, 1]
-        assert coef == reference.clip_coefficient(summary[0, 0], max_norm)
-        expected = [torch.where(g.isfinite(), g * coef, 0).to(g.dtype) for g in before]
-        assert_bitwise_equal([g + 0 for g in grads], [g + 0 for g in expected])
+def test_random_lists(backend, grads, norm_type, max_norm):
+    module = select(torch.device("cpu"))
+    total_norm, stats = module.grad_stats(grads, norm_type)
+    assert stats[:, 1].tolist() == [g.isnan().sum().item() for g in grads]
+    assert stats[:, 2].tolist() == [g.isinf().sum().item() for g in grads]
+    finite = [g[g.isfinite()] for g in grads]
+    if all(len(f) == g.numel() for f, g in zip(finite, grads, strict=True)):
+        exact = exact_norm(grads, norm_type)
+        assert math.isclose(total_norm.item(), exact, rel_tol=1e-6, abs_tol=1e-45)
+    before = clone(grads)
+    summary, clip_stats = module.clip_(grads, max_norm, norm_type, "zero")
+    assert_bitwise_equal([clip_stats[:, 1:].contiguous()], [stats[:, 1:].contiguous()])
+    coef = summary[0, 1]
+    assert coef == reference.clip_coefficient(summary[0, 0], max_norm)
+    expected = [torch.where(g.isfinite(), g * coef, 0).to(g.dtype) for g in before]
+    assert_bitwise_equal([g + 0 for g in grads], [g + 0 for g in expected])

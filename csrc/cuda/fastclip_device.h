@@ -17,8 +17,7 @@ namespace cuda {
 // The gradients' device is the current one for as long as this lives.
 class DeviceScope {
  public:
-  explicit DeviceScope(const torch::stable::Tensor& grad)
-      : index_(grad.get_device_index()), guard_(index_) {}
+  explicit DeviceScope(const torch::stable::Tensor& grad) : index_(grad.get_device_index()), guard_(index_) {}
 
   // The cudaStream_t that torch works on.
   void* stream() const {

@@ -29,8 +29,8 @@ struct Workspace {
   uint32_t* blocks_done;   // zero before and after each launch
   uint32_t* segment_done;  // likewise, for each segment
   Row* segments;
-  double* slots;   // of each chunk; the sign is set where `counts` holds something
-  Counts* counts;  // of each chunk
+  double* slots;       // of each chunk; the sign is set where `counts` holds something
+  Counts* counts;      // of each chunk
   uint32_t* group_of;  // of each gradient
   double* factors;     // of each group
   uint32_t* wanted;    // whether the scale pass has anything to do
@@ -168,7 +168,8 @@ __device__ inline Row sum_group(const StatisticsArguments& arguments, uint32_t g
   Row sum = {0, 0, 0};
 #pragma unroll 1
   for (uint32_t r = range.begin + threadIdx.x % kWarp; r < range.end; r += kWarp) {
-    if (__ldcg(arguments.workspace.group_of + r) == group) sum = join<norm>(sum, load_row(arguments.rows + r));
+    if (__ldcg(arguments.workspace.group_of + r) == group)
+      sum = join<norm>(sum, load_row(arguments.rows + r));
   }
   return reduce_warp<norm>(sum);
 }
@@ -187,8 +188,9 @@ __device__ inline void write_result(const StatisticsArguments& arguments, uint32
     result[group] = static_cast<Real>(total);
     return;
   }
-  const MaxNorm max_norm = arguments.request.max_norms.data ? MaxNorm{number_at(arguments.request.max_norms, group), true}
-                                                    : MaxNorm{arguments.request.max_norm, false};
+  const MaxNorm max_norm = arguments.request.max_norms.data
+                               ? MaxNorm{number_at(arguments.request.max_norms, group), true}
+                               : MaxNorm{arguments.request.max_norm, false};
   const double inv_scale = arguments.request.inv_scale.data ? number_at(arguments.request.inv_scale, 0) : 1.0;
   const GroupSummary summary = summarize<Real>(total, max_norm, inv_scale, found_nonfinite);
   result[3 * group] = static_cast<Real>(summary.total_norm);

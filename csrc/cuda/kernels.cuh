@@ -47,7 +47,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const uint32_t index = table.index[chunk.tensor];
     if (index == kLeftOut) continue;
     const double factor = number_at(arguments.factors, index);
-    const bool zero = arguments.zero_nonfinite && (!arguments.slots || slot_is_counted(arguments.slots[number]));
+    const bool zero =
+        arguments.zero_nonfinite && (!arguments.slots || slot_is_counted(arguments.slots[number]));
     if (factor == 1 && !zero) continue;
     dispatch(chunk.dtype, [&](auto type) {
       using Type = decltype(type);

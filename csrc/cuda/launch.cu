@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Cuts a list into launches, lays out the workspace and starts the kernels.
 
-#include "launch.h"
-
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
 
 #include "kernels.cuh"
+#include "launch.h"
 
 namespace fastclip {
 namespace cuda {

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The CUDA implementations of the ops. Nothing here waits for the device.
 
+#include <fastclip_device.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-
-#include <fastclip_device.h>
 
 #include <optional>
 #include <tuple>
@@ -54,10 +53,10 @@ Outcome compute_statistics(const Pass& pass, const PackedGradients& grads, const
                            Request request, int64_t columns, void* stream) {
   const ScalarType dtype = result_dtype(grads.list());
   const int64_t groups = request.num_groups;
-  Outcome outcome = {columns == 1 ? empty_beside(grad, {groups}, dtype)
-                                  : empty_beside(grad, {groups, columns}, dtype),
-                     empty_beside(grad, {grads.list().size(), 3}, ScalarType::Double),
-                     empty_beside(grad, {static_cast<int64_t>(pass.workspace_bytes())}, ScalarType::Byte)};
+  Outcome outcome = {
+      columns == 1 ? empty_beside(grad, {groups}, dtype) : empty_beside(grad, {groups, columns}, dtype),
+      empty_beside(grad, {grads.list().size(), 3}, ScalarType::Double),
+      empty_beside(grad, {static_cast<int64_t>(pass.workspace_bytes())}, ScalarType::Byte)};
   request.float64 = dtype == ScalarType::Double;
   request.result = outcome.result.mutable_data_ptr();
   pass.statistics(norm, request, static_cast<double*>(outcome.stats.mutable_data_ptr()),

@@ -17,8 +17,9 @@ void require_aligned(const GradientList& list, const char* op) {
   for (int64_t i = 0; i < list.size(); ++i) {
     const Gradient& grad = list.items[i];
     if (grad.numel > 0 && reinterpret_cast<uintptr_t>(grad.data) % grad.item_size() != 0) {
-      fail(op, "expected gradients at addresses that are multiples of their element size, but that of grads[" +
-                   std::to_string(i) + "] is not");
+      fail(op,
+           "expected gradients at addresses that are multiples of their element size, but that of grads[" +
+               std::to_string(i) + "] is not");
     }
   }
 }

@@ -55,7 +55,8 @@ struct Share {
     constexpr int kSums = kElements<Type> < 4 ? kElements<Type> : 4;
     double total = 0;
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) total += i + 4 < kElements<Type> ? sum[i] + sum[(i + 4) % kElements<Type>] : sum[i];
+    for (int i = 0; i < kSums; ++i)
+      total += i + 4 < kElements<Type> ? sum[i] + sum[(i + 4) % kElements<Type>] : sum[i];
     return total;
   }
   __device__ __forceinline__ bool nonzero() const { return (seen & Type::kAbsWord) != 0; }
@@ -68,7 +69,9 @@ struct Share<Type, kNormInf> {
   using Bits = typename std::conditional<sizeof(Element) == 8, uint64_t, uint32_t>::type;
   Bits largest = 0;
 
-  __device__ __forceinline__ void take(Bits magnitude) { largest = magnitude > largest ? magnitude : largest; }
+  __device__ __forceinline__ void take(Bits magnitude) {
+    largest = magnitude > largest ? magnitude : largest;
+  }
   __device__ __forceinline__ void add(const Vector& v) {
 #pragma unroll
     for (int i = 0; i < 4; i += sizeof(Element) == 8 ? 2 : 1) {

@@ -27,9 +27,7 @@ struct Clamp {
   Real limit;
 
   __device__ __forceinline__ bool writes(Real x) const { return fabs(x) > limit; }
-  __device__ __forceinline__ Real operator()(Real x) const {
-    return x > limit ? limit : -fabs(limit);
-  }
+  __device__ __forceinline__ Real operator()(Real x) const { return x > limit ? limit : -fabs(limit); }
 };
 
 // Writes a vector only if the change writes one of its elements. The others keep their bits.

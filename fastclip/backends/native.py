@@ -125,9 +125,7 @@ def clip_(
         max_norm = 0.0
     if inv_scale is not None:
         inv_scale = _as_numbers(inv_scale, grads[0].device)
-    results = ops.clip_.default(
-        grads, max_norm, norm_type, nonfinite, groups, max_norm_tensor, inv_scale
-    )
+    results = ops.clip_.default(grads, max_norm, norm_type, nonfinite, groups, max_norm_tensor, inv_scale)
     torch.autograd.graph.increment_version(grads)
     return results
 

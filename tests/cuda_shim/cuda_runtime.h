@@ -21,7 +21,7 @@
 #define FASTCLIP_SHARED(Type, name) Type& name = fastclip_shim::block_memory<Type>()
 
 // threadIdx.x and the like, each a number of the running thread.
-template <uint32_t fastclip_shim::Thread::*number>
+template <uint32_t fastclip_shim::Thread::* number>
 struct ThreadNumber {
   struct {
     operator uint32_t() const { return fastclip_shim::self().*number; }
@@ -61,7 +61,7 @@ inline void __stcs(T* p, T value) {
   *p = value;
 }
 
-inline uint32_t atomicAdd(uint32_t* p, uint32_t x) { return __atomic_fetch_add(p, x, __ATOMIC_RELAXED); }
+inline uint32_t atomicAdd(uint32_t* p, uint32_t x) { return fastclip_shim::add(p, x); }
 inline uint32_t atomicExch(uint32_t* p, uint32_t x) { return __atomic_exchange_n(p, x, __ATOMIC_RELAXED); }
 inline void __threadfence() { fastclip_shim::fence(); }
 inline void __syncthreads() { fastclip_shim::self().block->barrier.wait(); }

@@ -87,8 +87,10 @@ int any(Barrier& barrier, Votes& votes, int place, int vote) {
   return found;
 }
 
-// Orders what was written before it with what other threads read after theirs. ThreadSanitizer is told; a
-// relaxed atomic operation alone tells it nothing, so that a fence left out is reported.
+// A relaxed addition, which orders nothing by itself. What a thread wrote before a fence and an addition can
+// be read by one that comes to a later addition to the same number and a fence: so ThreadSanitizer is told,
+// and reports a fence that was left out.
+uint32_t add(uint32_t* number, uint32_t x);
 void fence();
 
 void run(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel);

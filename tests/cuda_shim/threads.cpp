@@ -12,6 +12,9 @@
 #if defined(__SANITIZE_THREAD__)
 extern "C" void __tsan_acquire(void* address);
 extern "C" void __tsan_release(void* address);
+#else
+inline void __tsan_acquire(void*) {}
+inline void __tsan_release(void*) {}
 #endif
 
 namespace fastclip_shim {
@@ -20,7 +23,11 @@ namespace {
 constexpr size_t kSharedSize = 16 << 10;
 
 thread_local Thread current;
-char fence_token;
+
+// What a thread did last of the two: the meaning of a fence depends on it.
+enum class Last { kNothing, kFence, kAddition };
+thread_local Last last = Last::kNothing;
+thread_local uint32_t* added_to = nullptr;
 
 }  // namespace
 
@@ -39,11 +46,16 @@ void Barrier::wait() { pthread_barrier_wait(&state_->barrier); }
 
 Thread& self() { return current; }
 
+uint32_t add(uint32_t* number, uint32_t x) {
+  if (last == Last::kFence) __tsan_release(number);
+  last = Last::kAddition;
+  added_to = number;
+  return __atomic_fetch_add(number, x, __ATOMIC_RELAXED);
+}
+
 void fence() {
-#if defined(__SANITIZE_THREAD__)
-  __tsan_release(&fence_token);
-  __tsan_acquire(&fence_token);
-#endif
+  if (last == Last::kAddition) __tsan_acquire(added_to);
+  last = last == Last::kAddition ? Last::kNothing : Last::kFence;
 }
 
 void run(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel) {
@@ -52,6 +64,8 @@ void run(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel)
   for (uint32_t b = 0; b < blocks; ++b) {
     resident.push_back(std::make_unique<Block>(threads));
     resident.back()->memory.assign(kSharedSize, 0xa5);
+  }
+  for (uint32_t b = 0; b < blocks; ++b) {
     for (uint32_t t = 0; t < threads; ++t) {
       workers.emplace_back([&, b, t] {
         current = {t, b, blocks, resident[b].get()};
