@@ -113,7 +113,7 @@ __device__ __forceinline__ Share<Type, norm> read_share(const Chunk& chunk) {
     }
   } else {
     for_vectors(chunk, [&](const uint4* p) { share.add(Vector(load_to_read(p))); });
-    for_loose_elements<Type>(chunk, [&](const typename Type::Element* p) { share.add(*p); });
+    for_loose_elements<Type>(chunk, [&](const typename Type::Element* p) { share.add(load_to_read(p)); });
   }
   return share;
 }
@@ -130,11 +130,12 @@ __device__ inline Row read_carefully(const Chunk& chunk, Row (&rows)[kWarps]) {
     inf_count += !is_finite(x) && !is_nan(x);
   };
   for_vectors(chunk, [&](const uint4* p) {
-    const Vector v(*p);
+    const Vector v(load_to_read(p));
 #pragma unroll
     for (int i = 0; i < kElements<Type>; ++i) take(Type::get(v, i));
   });
-  for_loose_elements<Type>(chunk, [&](const typename Type::Element* p) { take(Type::from(*p)); });
+  for_loose_elements<Type>(chunk,
+                           [&](const typename Type::Element* p) { take(Type::from(load_to_read(p))); });
   return reduce_block<norm>({value, static_cast<double>(nan_count), static_cast<double>(inf_count)}, rows);
 }
 

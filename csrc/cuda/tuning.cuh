@@ -53,28 +53,30 @@ constexpr bool kScaleBackwards = FASTCLIP_SCALE_BACKWARDS;
 #define FASTCLIP_UPDATE_STREAM 0
 #endif
 
-__device__ __forceinline__ uint4 load_to_read(const uint4* p) {
-#if FASTCLIP_STATISTICS_STREAM
-  return __ldcs(p);
-#else
-  return *p;
-#endif
+// An address out of a table could be of any memory. That it is global memory saves a test in every access.
+template <class T>
+__device__ __forceinline__ T* global(T* p) {
+  __builtin_assume(__isGlobal(p));
+  return p;
 }
 
-__device__ __forceinline__ uint4 load_to_update(const uint4* p) {
-#if FASTCLIP_UPDATE_STREAM
-  return __ldcs(p);
-#else
-  return *p;
-#endif
+template <class T>
+__device__ __forceinline__ T load_to_read(const T* p) {
+  return FASTCLIP_STATISTICS_STREAM ? __ldcs(p) : *global(p);
 }
 
-__device__ __forceinline__ void store_update(uint4* p, uint4 v) {
-#if FASTCLIP_UPDATE_STREAM
-  __stcs(p, v);
-#else
-  *p = v;
-#endif
+template <class T>
+__device__ __forceinline__ T load_to_update(const T* p) {
+  return FASTCLIP_UPDATE_STREAM ? __ldcs(p) : *global(p);
+}
+
+template <class T>
+__device__ __forceinline__ void store_update(T* p, T value) {
+  if (FASTCLIP_UPDATE_STREAM) {
+    __stcs(p, value);
+  } else {
+    *global(p) = value;
+  }
 }
 
 }  // namespace cuda

@@ -61,8 +61,8 @@ __device__ __forceinline__ void update_chunk(const Chunk& chunk, const Change& c
   } else {
     for_vectors(chunk, [&](uint4* p) { update_vector<Type>(p, load_to_update(p), change); });
     for_loose_elements<Type>(chunk, [&](typename Type::Element* p) {
-      const auto x = Type::from(*p);
-      if (change.writes(x)) *p = Type::to(change(x));
+      const auto x = Type::from(load_to_update(p));
+      if (change.writes(x)) store_update(p, Type::to(change(x)));
     });
   }
 }

@@ -43,6 +43,9 @@ inline To bit_cast_to(From from) {
   return to;
 }
 
+#define __builtin_assume(condition)
+inline bool __isGlobal(const void*) { return true; }
+
 inline uint32_t __float_as_uint(float x) { return bit_cast_to<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return bit_cast_to<float>(x); }
 inline long long __double_as_longlong(double x) { return bit_cast_to<long long>(x); }
