@@ -34,7 +34,8 @@ struct Vector {
 };
 
 // Each type gives: Element, in memory; Real, in which it is computed; get and set of an element of a
-// vector; from and to for one element in memory. `kAbsWord` clears the signs in a word.
+// vector; from and to for one element in memory; pack for the two elements of a word. `kAbsWord` clears the
+// signs in a word.
 struct Float32 {
   using Element = float;
   using Real = float;
@@ -60,6 +61,10 @@ struct BFloat16 {
   }
   __device__ static float from(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
   __device__ static uint16_t to(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+  __device__ static uint32_t pack(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return __bfloat16_as_ushort(pair.x) | static_cast<uint32_t>(__bfloat16_as_ushort(pair.y)) << 16;
+  }
 };
 
 struct Float16 {
@@ -76,6 +81,10 @@ struct Float16 {
   }
   __device__ static float from(uint16_t x) { return __half2float(__ushort_as_half(x)); }
   __device__ static uint16_t to(float x) { return __half_as_ushort(__float2half_rn(x)); }
+  __device__ static uint32_t pack(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return __half_as_ushort(pair.x) | static_cast<uint32_t>(__half_as_ushort(pair.y)) << 16;
+  }
 };
 
 struct Float64 {

@@ -53,7 +53,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     dispatch(chunk.dtype, [&](auto type) {
       using Type = decltype(type);
       using Real = typename Type::Real;
-      update_chunk<Type>(chunk, Scale<Real>{static_cast<Real>(factor), zero});
+      const Real own_factor = static_cast<Real>(factor);
+      if (zero) {
+        update_chunk<Type>(chunk, Scale<Real, true>{own_factor});
+      } else {
+        update_chunk<Type>(chunk, Scale<Real, false>{own_factor});
+      }
     });
   }
 }

@@ -60,14 +60,25 @@ __device__ __forceinline__ T* global(T* p) {
   return p;
 }
 
+// Of a load of 16 bytes whose halves are used as float64 the compiler for sm_100 and sm_120 makes two, unless
+// it must believe that the words were changed in between, or reads by __ldg.
+__device__ __forceinline__ uint4 keep_whole(uint4 v) {
+  asm("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+  return v;
+}
+template <class T>
+__device__ __forceinline__ T keep_whole(T x) {
+  return x;
+}
+
 template <class T>
 __device__ __forceinline__ T load_to_read(const T* p) {
-  return FASTCLIP_STATISTICS_STREAM ? __ldcs(p) : *global(p);
+  return FASTCLIP_STATISTICS_STREAM ? __ldcs(p) : __ldg(p);
 }
 
 template <class T>
 __device__ __forceinline__ T load_to_update(const T* p) {
-  return FASTCLIP_UPDATE_STREAM ? __ldcs(p) : *global(p);
+  return FASTCLIP_UPDATE_STREAM ? __ldcs(p) : keep_whole(*global(p));
 }
 
 template <class T>
