@@ -23,7 +23,7 @@ REPORT = ROOT / "fastclip" / "_build_report.txt"
 MODES = ("auto", "cpu", "cuda", "none")
 MODE = os.environ.get("FASTCLIP_BUILD", "auto")
 CPU, CUDA = "fastclip.libfastclip_cpu", "fastclip.libfastclip_cuda"
-ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX")
+ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0+PTX", "10.0", "12.0+PTX")
 # Contraction would make the last bits of a norm depend on the instruction set; see csrc/cpu/loops.h.
 FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}=."]
 
@@ -95,7 +95,7 @@ class Toolkit:
             raise RuntimeError(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
 
     def __str__(self) -> str:
-        names = " ".join("sm_" + a.removesuffix("+PTX").replace(".", "") for a in self.architectures())
+        names = " ".join("sm_" + a.replace(".", "") for a in self.architectures())
         return f"CUDA {self.version[0]}.{self.version[1]} for {names}"
 
 
@@ -173,7 +173,7 @@ def native_build() -> dict:
 
         def build_extensions(self) -> None:
             kernels = Path(self.build_temp) / "kernels.o"
-            if self.no_cuda is None:
+            if isinstance(toolkit, Toolkit):
                 try:
                     toolkit.compile(ROOT / "csrc" / "cuda" / "launch.cu", kernels)
                 except RuntimeError as error:

@@ -9,8 +9,7 @@ Nothing is timed. The loops' instructions are counted in the built library, and 
 * latency: bytes that all resident threads have under way, over the time that one load takes. The time is an
   assumption, and a cautious one.
 
-The smaller limit over the GPU's bandwidth is what is printed, in percent: 100 or more means that memory is the
-limit, as it should be.
+Both are printed in percent of the GPU's bandwidth. Where both are above 100, memory is the limit.
 """
 
 from __future__ import annotations

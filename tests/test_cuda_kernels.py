@@ -78,15 +78,15 @@ FAULTS = {
     ),
     "no fence before a segment is summed up": Fault(
         "finish.cuh",
-        "segment, 1u) + 1;\n    __threadfence();",
-        "segment, 1u) + 1;",
+        "!= size) return;\n  __threadfence();",
+        "!= size) return;",
         "threads",
     ),
     "no fence before a block is told finished": Fault(
         "finish.cuh", "    __threadfence();\n    shared.last_block", "    shared.last_block", "threads"
     ),
     "no fence before the last block reads": Fault(
-        "finish.cuh", "== gridDim.x;\n    __threadfence();", "== gridDim.x;", "threads"
+        "finish.cuh", "{\n      __threadfence();\n      atomicExch", "{\n      atomicExch", "threads"
     ),
     "a lost tail": Fault("elements.cuh", "if (tail < chunk.end) use", "if (false) use"),
     "a lost head": Fault("elements.cuh", "if (head < head_end) use", "if (false) use"),
@@ -110,9 +110,7 @@ MORE_FAULTS = {
         "elements.cuh", "v < chunk.end / kVectorBytes;", "v <= chunk.end / kVectorBytes;", "address"
     ),
     "a segment counter left": Fault("finish.cuh", "atomicExch(workspace.segment_done + segment, 0u);", ""),
-    "a block counter left": Fault(
-        "finish.cuh", "if (shared.last_block) atomicExch(workspace.blocks_done, 0u);", ""
-    ),
+    "a block counter left": Fault("finish.cuh", "atomicExch(workspace.blocks_done, 0u);", ""),
     "a segment short of a chunk": Fault("finish.cuh", "i = lane; i < size;", "i = lane; i + 1 < size;"),
     "sums in the order of the blocks": Fault(
         "finish.cuh", "load_slot(workspace, begin + i)", "load_slot(workspace, begin + (i + number) % size)"

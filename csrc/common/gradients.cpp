@@ -20,9 +20,8 @@ bool to_dtype(ScalarType type, DType* dtype) {
   }
 }
 
-bool same_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() ? b.is_cpu() : !b.is_cpu() && a.get_device_index() == b.get_device_index();
-}
+// -1 for the CPU.
+int32_t device_of(const Tensor& tensor) { return tensor.is_cpu() ? -1 : tensor.get_device_index(); }
 
 std::string name_of(int64_t index) { return "grads[" + std::to_string(index) + "]"; }
 
@@ -60,10 +59,11 @@ bool GradientList::any_float64() const {
 GradientList collect(const std::vector<Tensor>& tensors, Access access, const char* op) {
   GradientList list;
   list.items.reserve(tensors.size());
+  const int32_t device = tensors.empty() ? -1 : device_of(tensors[0]);
   for (const Tensor& tensor : tensors) {
     const int64_t index = list.size();
     Gradient grad{};
-    if (!same_device(tensor, tensors[0])) {
+    if (device_of(tensor) != device) {
       fail(op, "expected gradients on one device, but " + name_of(index) + " is not where grads[0] is");
     }
     if (!to_dtype(tensor.scalar_type(), &grad.dtype)) {

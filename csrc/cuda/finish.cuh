@@ -50,23 +50,28 @@ FASTCLIP_HOST_DEVICE inline uint32_t first_segment(uint32_t first_chunk, uint32_
   return first_chunk / kSegment + tensor;
 }
 
+// Values are never negative, so that the sign can tell whether NaN or Inf were counted.
+__device__ __forceinline__ bool has_counts(const Row& row) { return row.nan_count + row.inf_count > 0; }
+__device__ __forceinline__ double to_slot(const Row& row) {
+  return has_counts(row) ? from_bits(to_bits(row.value) | kSign64) : row.value;
+}
+__device__ __forceinline__ bool slot_is_counted(double slot) { return (to_bits(slot) & kSign64) != 0; }
+__device__ __forceinline__ double slot_value(double slot) { return from_bits(to_bits(slot) & kAbs64); }
+
 // By lane 0 only: a number that other blocks will read.
 __device__ inline void store_slot(const Workspace& workspace, uint32_t chunk, const Row& row) {
-  const bool counted = row.nan_count + row.inf_count > 0;
-  workspace.slots[chunk] = counted ? from_bits(to_bits(row.value) | kSign64) : row.value;
-  if (counted) {
+  workspace.slots[chunk] = to_slot(row);
+  if (has_counts(row)) {
     workspace.counts[chunk] = {static_cast<uint32_t>(row.nan_count), static_cast<uint32_t>(row.inf_count)};
   }
 }
-
-__device__ __forceinline__ bool slot_is_counted(double slot) { return (to_bits(slot) & kSign64) != 0; }
 
 // Loads pass by the L1 cache, which may hold what was there before another block wrote.
 __device__ inline Row load_slot(const Workspace& workspace, uint32_t chunk) {
   const double slot = __ldcg(workspace.slots + chunk);
   if (!slot_is_counted(slot)) return {slot, 0, 0};
   const Counts* counts = workspace.counts + chunk;
-  return {from_bits(to_bits(slot) & kAbs64), static_cast<double>(__ldcg(&counts->nan)),
+  return {slot_value(slot), static_cast<double>(__ldcg(&counts->nan)),
           static_cast<double>(__ldcg(&counts->inf))};
 }
 
@@ -95,9 +100,9 @@ __device__ inline void deliver(const Table& table, const Workspace& workspace, u
   if (lane == 0) {
     __threadfence();
     done = atomicAdd(workspace.segment_done + segment, 1u) + 1;
-    __threadfence();
   }
   if (__shfl_sync(kAllLanes, done, 0) != size) return;
+  __threadfence();
   __syncwarp();
   Row sum = {0, 0, 0};
 #pragma unroll 1
@@ -114,8 +119,10 @@ __device__ inline bool is_last_block(const Workspace& workspace, Shared& shared)
   if (threadIdx.x == 0) {
     __threadfence();
     shared.last_block = atomicAdd(workspace.blocks_done, 1u) + 1 == gridDim.x;
-    __threadfence();
-    if (shared.last_block) atomicExch(workspace.blocks_done, 0u);
+    if (shared.last_block) {
+      __threadfence();
+      atomicExch(workspace.blocks_done, 0u);
+    }
   }
   __syncthreads();
   return shared.last_block;
@@ -158,20 +165,24 @@ __device__ inline uint32_t first_of_group(const StatisticsArguments& arguments, 
   return low;
 }
 
-// A warp sums the rows of a group.
+// With more groups than this, each has a thread of its own instead of a warp.
+constexpr uint32_t kGroupsOfWarps = 8 * kWarps;
+
+// The rows of a group, one in `step`, from that of this number on.
 template <Norm norm>
-__device__ inline Row sum_group(const StatisticsArguments& arguments, uint32_t group) {
+__device__ inline Row sum_group(const StatisticsArguments& arguments, uint32_t group, uint32_t begin,
+                                uint32_t step) {
   Range range = {0, arguments.num_rows};
   if (arguments.request.groups_sorted) {
     range = {first_of_group(arguments, group), first_of_group(arguments, group + 1)};
   }
   Row sum = {0, 0, 0};
 #pragma unroll 1
-  for (uint32_t r = range.begin + threadIdx.x % kWarp; r < range.end; r += kWarp) {
+  for (uint32_t r = range.begin + begin; r < range.end; r += step) {
     if (__ldcg(arguments.workspace.group_of + r) == group)
       sum = join<norm>(sum, load_row(arguments.rows + r));
   }
-  return reduce_warp<norm>(sum);
+  return sum;
 }
 
 // What a group adds to the decision whether anything is to be written.
@@ -201,35 +212,46 @@ __device__ inline void write_result(const StatisticsArguments& arguments, uint32
   decision->scales |= summary.factor != 1;
 }
 
+// Leaves the sum of each group, as a slot, where its factor will stand.
 template <Norm norm>
-__device__ inline void finish_group(const StatisticsArguments& arguments, uint32_t group, const Row& sum,
-                                    Decision* decision) {
-  const double total = norm == kNorm2 ? sqrt(sum.value) : sum.value;
-  const bool found_nonfinite = sum.nan_count + sum.inf_count > 0;
-  if (arguments.request.float64) {
-    write_result<double>(arguments, group, total, found_nonfinite, decision);
-  } else {
-    write_result<float>(arguments, group, total, found_nonfinite, decision);
-  }
-}
-
-// By the last block of the last launch.
-template <Norm norm>
-__device__ inline void finish_call(const StatisticsArguments& arguments, Shared& shared) {
-  Decision decision;
-  if (arguments.request.num_groups == 1) {
+__device__ inline void sum_groups(const StatisticsArguments& arguments, Shared& shared) {
+  double* sums = arguments.workspace.factors;
+  const uint32_t groups = arguments.request.num_groups;
+  if (groups == 1) {
     Row sum = {0, 0, 0};
 #pragma unroll 1
     for (uint32_t r = threadIdx.x; r < arguments.num_rows; r += kThreads) {
       sum = join<norm>(sum, load_row(arguments.rows + r));
     }
     sum = reduce_block<norm>(sum, shared.rows);
-    if (threadIdx.x == 0) finish_group<norm>(arguments, 0, sum, &decision);
-  } else {
+    if (threadIdx.x == 0) sums[0] = to_slot(sum);
+    return;
+  }
+  // A warp for each group, or a thread if there are many.
+  const bool by_warps = groups <= kGroupsOfWarps || !arguments.request.groups_sorted;
+  const uint32_t lanes = by_warps ? kWarp : 1;
 #pragma unroll 1
-    for (uint32_t g = threadIdx.x / kWarp; g < arguments.request.num_groups; g += kWarps) {
-      const Row sum = sum_group<norm>(arguments, g);
-      if (threadIdx.x % kWarp == 0) finish_group<norm>(arguments, g, sum, &decision);
+  for (uint32_t g = threadIdx.x / lanes; g < groups; g += kThreads / lanes) {
+    Row sum = sum_group<norm>(arguments, g, threadIdx.x % lanes, lanes);
+    if (by_warps) sum = reduce_warp<norm>(sum);
+    if (threadIdx.x % lanes == 0) sums[g] = to_slot(sum);
+  }
+}
+
+// By the last block of the last launch.
+template <Norm norm>
+__device__ inline void finish_call(const StatisticsArguments& arguments, Shared& shared) {
+  sum_groups<norm>(arguments, shared);
+  __syncthreads();
+  Decision decision;
+#pragma unroll 1
+  for (uint32_t g = threadIdx.x; g < arguments.request.num_groups; g += kThreads) {
+    const double sum = arguments.workspace.factors[g];
+    const double total = norm == kNorm2 ? sqrt(slot_value(sum)) : slot_value(sum);
+    if (arguments.request.float64) {
+      write_result<double>(arguments, g, total, slot_is_counted(sum), &decision);
+    } else {
+      write_result<float>(arguments, g, total, slot_is_counted(sum), &decision);
     }
   }
   const bool found_inf = __syncthreads_or(decision.found_inf);

@@ -2,6 +2,7 @@
 // Cuts a list into launches, lays out the workspace and starts the kernels.
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -19,23 +20,39 @@ void check(cudaError_t error, const char* action) {
   }
 }
 
-// As many blocks as the device holds at once, or fewer if there are fewer chunks.
-template <class Kernel>
-uint32_t grid_size(Kernel kernel, uint32_t chunks) {
-  int device = 0, multiprocessors = 0, blocks = 0;
+// In relaxed mode what the first launch of a kernel loads may be loaded while a graph is captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "change the capture mode"); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+constexpr int kMostDevices = 64;
+
+// Blocks of the kernel that the current device holds at once. Asked once for each device.
+template <auto kernel>
+uint32_t resident_blocks() {
+  static std::atomic<uint32_t> known[kMostDevices];
+  int device = 0;
   check(cudaGetDevice(&device), "tell the current device");
+  if (device < kMostDevices && known[device] > 0) return known[device];
+  const RelaxedCapture relaxed;
+  int multiprocessors = 0, blocks = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
         "tell the number of multiprocessors");
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0),
-        "load the kernels (built for other GPUs?)");
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0), "load a kernel");
   const auto resident = static_cast<uint32_t>(multiprocessors * std::max(blocks, 1));
-  return std::max(1u, std::min(chunks, resident));
+  if (device < kMostDevices) known[device] = resident;
+  return resident;
 }
 
-template <class Kernel, class... Parameters>
-void launch(Kernel kernel, uint32_t chunks, void* stream, const Parameters&... parameters) {
+template <auto kernel, class... Parameters>
+void launch(uint32_t chunks, void* stream, const Parameters&... parameters) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid_size(kernel, chunks));
+  config.gridDim = dim3(std::max(1u, std::min(chunks, resident_blocks<kernel>())));
   config.blockDim = dim3(kThreads);
   config.stream = static_cast<cudaStream_t>(stream);
   check(cudaLaunchKernelEx(&config, kernel, parameters...), "launch a kernel");
@@ -134,10 +151,10 @@ Pass::Pass(std::vector<Item> items, uint32_t num_groups) : items_(std::move(item
 void Pass::statistics(Norm norm, const Request& request, double* stats, void* workspace, void* stream) const {
   const Layout layout(*this);
   check(cudaMemsetAsync(workspace, 0, layout.zeroed, static_cast<cudaStream_t>(stream)), "clear memory");
-  const auto kernel = norm == kNorm1   ? statistics_kernel<kNorm1>
-                      : norm == kNorm2 ? statistics_kernel<kNorm2>
-                                       : statistics_kernel<kNormInf>;
-  const auto table = std::make_unique<Table>();
+  const auto start = norm == kNorm1   ? launch<statistics_kernel<kNorm1>, Table, StatisticsArguments>
+                     : norm == kNorm2 ? launch<statistics_kernel<kNorm2>, Table, StatisticsArguments>
+                                      : launch<statistics_kernel<kNormInf>, Table, StatisticsArguments>;
+  const std::unique_ptr<Table> table(new Table);  // not cleared
   for (const Launch& part : launches_) {
     fill_table(&items_[part.first_item], part.count, kEveryRound, table.get());
     const StatisticsArguments arguments = {layout.of_launch(workspace, part),
@@ -146,7 +163,7 @@ void Pass::statistics(Norm norm, const Request& request, double* stats, void* wo
                                            static_cast<uint32_t>(items_.size()),
                                            &part == &launches_.back(),
                                            request};
-    launch(kernel, part.chunks, stream, *table, arguments);
+    start(part.chunks, stream, *table, arguments);
   }
 }
 
@@ -154,7 +171,7 @@ void Pass::statistics(Norm norm, const Request& request, double* stats, void* wo
 // launches go from the last to the first, as the chunks of a launch do.
 template <class Work>
 void Pass::for_each_round(const Work& work) const {
-  const auto table = std::make_unique<Table>();
+  const std::unique_ptr<Table> table(new Table);  // not cleared
   for (uint32_t round = 0; round < rounds_; ++round) {
     for (size_t i = 0; i < launches_.size(); ++i) {
       const Launch& part = launches_[kScaleBackwards ? launches_.size() - 1 - i : i];
@@ -171,24 +188,24 @@ void Pass::scale_as_decided(bool zero_nonfinite, void* workspace, void* stream) 
     const Workspace memory = layout.of_launch(workspace, part);
     const ScaleArguments arguments = {
         memory.wanted, {memory.factors, true, num_groups_ > 1}, memory.slots, zero_nonfinite};
-    launch(scale_kernel, part.chunks, stream, table, arguments);
+    launch<scale_kernel>(part.chunks, stream, table, arguments);
   });
 }
 
 void Pass::scale(DeviceNumbers factors, bool zero_nonfinite, void* stream) const {
   for_each_round([&](const Launch& part, const Table& table) {
     const ScaleArguments arguments = {nullptr, factors, nullptr, zero_nonfinite};
-    launch(scale_kernel, part.chunks, stream, table, arguments);
+    launch<scale_kernel>(part.chunks, stream, table, arguments);
   });
 }
 
 // Clamping twice changes nothing, so that the first round is enough.
 void Pass::clamp(double limit, void* stream) const {
-  const auto table = std::make_unique<Table>();
+  const std::unique_ptr<Table> table(new Table);  // not cleared
   for (const Launch& part : launches_) {
     if (part.chunks == 0) continue;
     fill_table(&items_[part.first_item], part.count, 0, table.get());
-    launch(clamp_kernel, part.chunks, stream, *table, limit);
+    launch<clamp_kernel>(part.chunks, stream, *table, limit);
   }
 }
 

@@ -17,6 +17,11 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+const Tensor& first_of(const std::vector<Tensor>& grads, const char* op) {
+  if (grads.empty()) fail(op, "expected at least one gradient");
+  return grads[0];
+}
+
 Tensor empty_beside(const Tensor& grad, std::initializer_list<int64_t> sizes, ScalarType dtype) {
   return torch::stable::empty(sizes, dtype, std::nullopt, grad.device());
 }
@@ -68,7 +73,7 @@ std::tuple<Tensor, Tensor> grad_stats(std::vector<Tensor> grads, double norm_typ
                                       std::vector<int64_t> groups) {
   constexpr const char* op = "grad_stats";
   const Norm norm = parse_norm(norm_type, op);
-  const DeviceScope device(grads[0]);
+  const DeviceScope device(first_of(grads, op));
   const PackedGradients packed(grads, Access::kRead, op);
   const Groups grouping(groups, packed.list().size(), op);
   Request request = {};
@@ -82,7 +87,7 @@ std::tuple<Tensor, Tensor> grad_stats(std::vector<Tensor> grads, double norm_typ
 
 void scale_(std::vector<Tensor> grads, Tensor scale, bool zero_nonfinite) {
   constexpr const char* op = "scale_";
-  const DeviceScope device(grads[0]);
+  const DeviceScope device(first_of(grads, op));
   PackedGradients packed(grads, Access::kWrite, op);
   const DeviceNumbers factors = to_numbers(scale, grads[0], 1, packed.list().size(), op, "scale");
   Pass(packed.items([](int64_t i) { return i; }), 1).scale(factors, zero_nonfinite, device.stream());
@@ -96,7 +101,7 @@ std::tuple<Tensor, Tensor> clip_(std::vector<Tensor> grads, double max_norm, dou
   const Norm norm = parse_norm(norm_type, op);
   Request request = {};
   request.nonfinite = parse_nonfinite(nonfinite, op);
-  const DeviceScope device(grads[0]);
+  const DeviceScope device(first_of(grads, op));
   PackedGradients packed(grads, Access::kWrite, op);
   const Groups grouping(groups, packed.list().size(), op);
   request.num_groups = static_cast<uint32_t>(grouping.count());
@@ -119,7 +124,7 @@ std::tuple<Tensor, Tensor> clip_(std::vector<Tensor> grads, double max_norm, dou
 void clamp_(std::vector<Tensor> grads, double limit) {
   constexpr const char* op = "clamp_";
   require_limit(limit, op);
-  const DeviceScope device(grads[0]);
+  const DeviceScope device(first_of(grads, op));
   PackedGradients packed(grads, Access::kWrite, op);
   Pass(packed.items([](int64_t) { return 0; }), 1).clamp(limit, device.stream());
   packed.unpack();

@@ -84,6 +84,22 @@ def reason_without_cuda() -> str | None:
     return None
 
 
+def reason_against_gpu(capability: tuple[int, int]) -> str | None:
+    """Why a GPU of this compute capability cannot run the kernels, or None if it can.
+
+    Machine code serves GPUs of its major version and the same or a higher minor one; PTX all later ones.
+    """
+    built = re.findall(r"sm_(\d+)(\d)[af]?(\+PTX)?", build_report())
+    for major, minor, ptx in built:
+        version = int(major), int(minor)
+        if version <= capability and (ptx or version[0] == capability[0]):
+            return None
+    names = ", ".join(f"{major}.{minor}{ptx}" for major, minor, ptx in built)
+    return (
+        f"the GPU has compute capability {capability[0]}.{capability[1]}, the kernels were built for {names}"
+    )
+
+
 def missing_on(device: torch.device) -> str | None:
     """Why the library, wanted on this device and with this torch, is not there. None if nobody misses it."""
     if torch_version() < OLDEST_TORCH or "FASTCLIP_BUILD=none" in build_report():

@@ -15,7 +15,6 @@ from torch import Tensor
 from . import libraries
 
 NORM_TYPES = (1.0, 2.0, float("inf"))
-OLDEST_GPU = (7, 5)
 
 ops = torch.ops.fastclip
 
@@ -34,10 +33,7 @@ def unavailable(device: torch.device) -> str | None:
         return f"no kernels for {'ROCm' if device.type == 'cuda' else device.type}"
     if (reason := libraries.reason_without_cuda()) is not None:
         return reason
-    gpu = torch.cuda.get_device_capability(device)
-    if gpu < OLDEST_GPU:
-        return f"the GPU has compute capability {gpu[0]}.{gpu[1]}, the kernels need 7.5 or later"
-    return None
+    return libraries.reason_against_gpu(torch.cuda.get_device_capability(device))
 
 
 def cpu_capability() -> str:
@@ -88,11 +84,20 @@ def _as_numbers(value: Tensor, device: torch.device) -> Tensor:
 
     One from the CPU goes to a GPU without waiting for it: a single number as the argument of a kernel, more
     through pinned memory.
+
+    Raises:
+        RuntimeError: several numbers on the CPU while a CUDA graph is captured. Every replay would read them
+            from memory that is long used for something else.
     """
     value = value.detach().reshape(-1)
     if value.device.type == "cpu" and device.type == "cuda":
         if value.numel() == 1:
             return torch.full((1,), value.item(), dtype=torch.float64, device=device)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"expected max_norm or scale on {device} while a CUDA graph is captured, "
+                f"but got {value.numel()} numbers on the CPU"
+            )
         return value.to(torch.float64).pin_memory().to(device, non_blocking=True)
     return value.to(device, torch.float64).contiguous()
 

@@ -103,7 +103,12 @@ struct cudaLaunchConfig_t {
   cudaStream_t stream;
 };
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid argument"; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+// A device for each size of the grid, since what a device holds is asked only once.
+inline cudaError_t cudaGetDevice(int* device) {
+  return *device = fastclip_shim::settings().blocks, cudaSuccess;
+}
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return *value = fastclip_shim::settings().blocks, cudaSuccess;
 }
