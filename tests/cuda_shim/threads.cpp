@@ -24,9 +24,7 @@ constexpr size_t kSharedSize = 16 << 10;
 
 thread_local Thread current;
 
-// What a thread did last of the two: the meaning of a fence depends on it.
-enum class Last { kNothing, kFence, kAddition };
-thread_local Last last = Last::kNothing;
+thread_local bool fenced = false;  // since its last addition
 thread_local uint32_t* added_to = nullptr;
 
 }  // namespace
@@ -47,15 +45,15 @@ void Barrier::wait() { pthread_barrier_wait(&state_->barrier); }
 Thread& self() { return current; }
 
 uint32_t add(uint32_t* number, uint32_t x) {
-  if (last == Last::kFence) __tsan_release(number);
-  last = Last::kAddition;
+  if (fenced) __tsan_release(number);
+  fenced = false;
   added_to = number;
   return __atomic_fetch_add(number, x, __ATOMIC_RELAXED);
 }
 
 void fence() {
-  if (last == Last::kAddition) __tsan_acquire(added_to);
-  last = last == Last::kAddition ? Last::kNothing : Last::kFence;
+  if (added_to) __tsan_acquire(added_to);
+  fenced = true;
 }
 
 void run(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel) {
