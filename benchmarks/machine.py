@@ -41,7 +41,8 @@ def status_bytes(key: str) -> int | None:
     return int(value.split()[0]) * 1024 if value else None
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The present commit, and whether the tree differs from it."""
     try:
         command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
         found = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
@@ -69,6 +70,6 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": f"{torch.__version__} ({torch.backends.cpu.get_cpu_capability()})",
         "fastclip": f"{fastclip.__version__}, {backend}{capability}",
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }

@@ -117,14 +117,15 @@ def mixed(dtypes: list[torch.dtype] = DTYPES) -> list[Tensor]:
     return [normal(dtype, size) for size in sizes for dtype in dtypes]
 
 
-def clone(grads: list[Tensor]) -> list[Tensor]:
+def clone(grads: list[Tensor], device: str | torch.device = "cpu") -> list[Tensor]:
     """Copies with the same strides. Views that share one memory become views of one copied memory."""
     copied: dict[int, Tensor] = {}
     clones = []
     for grad in grads:
         storage = grad.untyped_storage()
         if storage._cdata not in copied:
-            copied[storage._cdata] = torch.empty(0, dtype=grad.dtype).set_(storage.clone())
+            flat = torch.empty(0, dtype=grad.dtype, device=grad.device).set_(storage)
+            copied[storage._cdata] = flat.clone().to(device)
         base = copied[storage._cdata]
         clones.append(base.as_strided(grad.shape, grad.stride(), grad.storage_offset()))
     return clones

@@ -45,7 +45,7 @@ BUILDS = {
 }
 LONG_BUILDS = {
     "blocks of 256": Build(("-O2",), quick=False),
-    "blocks of 1024": Build(("-O2", "-DFASTCLIP_THREADS=1024")),
+    "blocks of 128": Build(("-O2", "-DFASTCLIP_THREADS=128")),
     "address": Build((*ADDRESS, SMALL_BLOCKS), quick=False),
     "address, blocks of 256": Build(ADDRESS),
     "threads, blocks of 256": Build(THREADS, tool="setarch"),

@@ -113,6 +113,8 @@ def _by_group(column: Tensor, groups: Sequence[int], norm_type: float) -> Tensor
     """[G]: the column of [N] combined group by group."""
     if not groups:
         return _combine(column, norm_type).reshape(1)
+    if groups == range(len(column)):
+        return column  # each its own group: no index to be sent to the device
     index = torch.tensor(groups, device=column.device)
     count = max(groups) + 1
     if math.isinf(norm_type):

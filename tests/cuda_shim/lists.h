@@ -35,7 +35,8 @@ inline void encode(char* p, DType dtype, double x) {
 }
 
 inline bool same_bits(const std::vector<double>& a, const std::vector<double>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
+  if (a.size() != b.size()) return false;
+  return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
 }
 
 // A gradient that begins `offset` elements into aligned memory. Nothing lies behind its last element, so

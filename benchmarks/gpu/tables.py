@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`python -m benchmarks.gpu.tables`: the measurements of gpu-check, printed as tables of Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from ..workloads import SMOKE
+from .rows import Row, measure, measure_ops, workloads
+from .timing import Device
+
+BAR_MISSED = 2
+_HOST_MS = 0.6  # for 2,000 gradients
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [" | ".join(cells) for cells in (header, ["---"] * len(header), *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _name(row: Row) -> str:
+    return f"{row.workload.name}, {str(row.workload.dtype).removeprefix('torch.')}, {row.nbytes / 1e6:.0f} MB"
+
+
+def clip_table(rows: list[Row], what: str) -> str:
+    """Milliseconds of fastclip, and how many times as long the others take."""
+    others = sorted({name for row in rows for name in getattr(row, what)} - {"fastclip"})
+    body = []
+    for row in rows:
+        times = getattr(row, what)
+        ratios = [f"{times[o] / times['fastclip']:.2f}x" if o in times else "" for o in others]
+        body.append([_name(row), f"{times['fastclip'] * 1e3:.3f}", *ratios])
+    return _table(["workload", "fastclip, ms", *others], body)
+
+
+def bandwidth_table(rows: list[Row]) -> str:
+    """Of the pass when nothing is clipped, which reads each byte once."""
+    body = [
+        [
+            _name(row),
+            f"{row.nbytes / row.unclipped['fastclip'] / 1e9:.0f}",
+            f"{row.copy_bandwidth / 1e9:.0f}",
+            f"{row.bandwidth_fraction:.0%}",
+            f"{row.norm_error:.0e}",
+        ]
+        for row in rows
+    ]
+    return _table(["workload", "GB/s", "copy GB/s", "fraction", "error of the norm"], body)
+
+
+def verdicts(rows: list[Row]) -> list[str]:
+    """One line for each bar."""
+    lines = []
+    for row in rows:
+        for what, reached, bar in row.verdicts():
+            word = "reached" if reached >= bar else "MISSED"
+            lines.append(f"- {word}: {_name(row)}, {what}: {reached:.2f} (bar {bar})")
+        if len(row.workload.shapes) == 2000:
+            host = row.host["fastclip"] * 1e3
+            word = "reached" if host <= _HOST_MS else "MISSED"
+            lines.append(f"- {word}: host time for 2,000 gradients: {host:.2f} ms (bar {_HOST_MS} or less)")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu.tables", description=__doc__)
+    parser.add_argument("--ops", action="store_true", help="only a line about the two passes")
+    options = parser.parse_args()
+    device = Device("cuda" if torch.cuda.is_available() else "cpu")
+    repeats = 3 if SMOKE else 21
+    if options.ops:
+        found = measure_ops(device, repeats)
+        print(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+        return 0
+    rows = [measure(workload, device, repeats) for workload in workloads()]
+    lines = verdicts(rows)
+    titles = {
+        "unclipped": "Unclipped, work of the device alone",
+        "clipped": "Clipped, work of the device alone",
+        "end_to_end": "Unclipped, from an idle device to an idle device",
+        "host": "Unclipped, until the call returns",
+    }
+    for what, title in titles.items():
+        print(f"### {title}\n\n{clip_table(rows, what)}\n")
+    print(f"### Bandwidth\n\n{bandwidth_table(rows)}\n\n### Bars\n\n" + "\n".join(lines))
+    return BAR_MISSED if any("MISSED" in line for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
