@@ -33,7 +33,7 @@ class Workload:
 
 
 def workloads() -> list[Workload]:
-    """1e9 elements in the shapes of a language model, and in one piece; a small model; many tiny gradients."""
+    """1e9 elements in a language model's shapes, and in one piece; a small model; many tiny gradients."""
     bfloat16, float32 = torch.bfloat16, torch.float32
     if SMOKE:
         return [Workload("smoke", ((1000,), (70_000,), (0,)), bfloat16, 2.7, 1.15, 8, 0.9)]
