@@ -6,10 +6,13 @@ import os
 import pytest
 import torch
 
+# Before Triton is imported: its kernels then run on the CPU, one program after the other.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import fastclip
 import shim
 from fastclip import backends
-from fastclip.backends import native
+from fastclip.backends import native, triton
 
 # Not in the order of preference but in that of width: results must not depend on which one runs.
 CAPABILITIES = ("baseline", "avx2", "avx512")
@@ -35,6 +38,8 @@ USABLE = usable_capabilities()
 BACKENDS = ["reference", *(f"native-{name}" for name in USABLE)]
 if shim.reason_against() is None:
     BACKENDS.append("cuda_on_cpu")
+if triton.reason_absent() is None:
+    BACKENDS.append("triton")
 
 
 def pytest_report_header() -> list[str]:
@@ -43,7 +48,21 @@ def pytest_report_header() -> list[str]:
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, backends: {', '.join(BACKENDS)}",
         f"native: {native.unavailable(torch.device('cpu')) or 'in use'}",
         f"CUDA kernels on the CPU: {shim.reason_against() or 'in use'}",
+        f"Triton's interpreter: {triton.reason_absent() or 'in use'}",
     ]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out lists of thousands of gradients for Triton's interpreter, which takes milliseconds for each,
+    but for one: test_triton.py has a test of its own."""
+    kept, left_out = [], []
+    for item in items:
+        parameters = (getattr(item, "callspec", None) and item.callspec.params) or {}
+        slow = parameters.get("backend") == "triton" and parameters.get("case") == "many"
+        (left_out if slow else kept).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -25,8 +25,14 @@ def test_auto_prefers_native_on_the_cpu_and_the_reference_elsewhere(native_only)
     with backends.use("auto"):
         assert backends.select(CPU) is native
         assert backends.select(META) is reference
-        assert backends.status("cpu") == {"native": "in use", "reference": "usable"}
-        assert backends.status(META) == {"native": "no kernels for meta", "reference": "in use"}
+        assert list(backends.status("cpu")) == ["native", "triton", "reference"]
+        assert backends.status("cpu")["native"] == "in use"
+        assert backends.status("cpu")["reference"] == "usable"
+        assert backends.status(META) == {
+            "native": "no kernels for meta",
+            "triton": "Triton has no kernels for meta",
+            "reference": "in use",
+        }
 
 
 @pytest.mark.parametrize("norm_type", [3.0, 0.5, -1.0, float("-inf"), float("nan"), 0.0])
@@ -60,7 +66,9 @@ def test_use_lasts_until_it_is_undone():
 
 @pytest.mark.parametrize("name", ["cuda", "", "Native", None, 3])
 def test_an_unknown_name_raises(name):
-    with pytest.raises(ValueError, match=r"expected 'auto' or one of 'native', 'reference', but got"):
+    with pytest.raises(
+        ValueError, match=r"expected 'auto' or one of 'native', 'triton', 'reference', but got"
+    ):
         backends.use(name)
 
 

@@ -13,10 +13,10 @@ from types import ModuleType, TracebackType
 
 import torch
 
-from . import libraries, native, reference
+from . import libraries, native, reference, triton
 
-NAMES = ("native", "reference")
-_MODULES: dict[str, ModuleType] = {"native": native, "reference": reference}
+NAMES = ("native", "triton", "reference")
+_MODULES: dict[str, ModuleType] = {"native": native, "triton": triton, "reference": reference}
 _named: str | None = None
 _environment = os.environ.get("FASTCLIP_BACKEND") or "auto"  # read once: looking it up costs a microsecond
 _chosen: dict[tuple[str, torch.device], ModuleType] = {}
@@ -39,7 +39,7 @@ class use:
     """Name the backend for all calls from now on, or inside a `with` block only.
 
     Args:
-        name: "native" or "reference"; "auto" for the first that can serve the device.
+        name: "native", "triton" or "reference"; "auto" for the first that can serve the device.
 
     Raises:
         ValueError: the name is unknown.
@@ -50,8 +50,13 @@ class use:
     def __init__(self, name: str) -> None:
         global _named
         _require_name(name, "backend")
-        if name == "native" and (reason := native.unavailable(torch.device("cpu"))):
-            raise RuntimeError(f"backend 'native' is absent: {reason}")
+        reason = None
+        if name == "native":
+            reason = libraries.reason_without_cpu()
+        elif name == "triton":
+            reason = triton.reason_absent()
+        if reason:
+            raise RuntimeError(f"backend {name!r} is absent: {reason}")
         self._before = _named
         _named = name
 
@@ -68,17 +73,23 @@ class use:
         _named = self._before
 
 
+def _chosen_by_itself(usable: list[str], device: torch.device) -> str:
+    """The first usable one. Triton's interpreter, which serves the CPU, is for tests and must be named."""
+    return next(n for n in usable if n != "triton" or device.type != "cpu")
+
+
 def _choose(name: str, device: torch.device) -> ModuleType:
     _require_name(name, "FASTCLIP_BACKEND")
     usable = [n for n in NAMES if _MODULES[n].unavailable(device) is None]
     if name == "auto":
-        if usable[0] == "reference" and (reason := libraries.missing_on(device)):
+        chosen = _chosen_by_itself(usable, device)
+        if chosen == "reference" and (reason := libraries.missing_on(device)):
             warnings.warn(
                 f"fastclip runs on its plain PyTorch reference, slower than torch's own clipping: {reason}. "
                 "`python -m fastclip` tells more.",
                 stacklevel=2,
             )
-        return _MODULES[usable[0]]
+        return _MODULES[chosen]
     if name not in usable:
         raise RuntimeError(
             f"backend {name!r} was named but cannot serve {device.type} gradients: "
@@ -106,7 +117,9 @@ def status(device: torch.device | str = "cpu") -> dict[str, str]:
     device = torch.device(device)
     name = _require_name(name_in_use(), "FASTCLIP_BACKEND")
     report = {n: _MODULES[n].unavailable(device) or "usable" for n in NAMES}
-    in_use = name if name != "auto" else next(n for n in NAMES if report[n] == "usable")
+    in_use = name
+    if name == "auto":
+        in_use = _chosen_by_itself([n for n in NAMES if report[n] == "usable"], device)
     if report[in_use] == "usable":
         report[in_use] = "in use"
     return report
