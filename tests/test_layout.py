@@ -19,7 +19,7 @@ ROOT = PACKAGE.parent
 
 # From the lowest layer to the highest: a module may import from its own layer and from those before it.
 LAYERS = [
-    ["backends.checks", "backends.libraries"],
+    ["backends.checks", "backends.libraries", "backends.transfer"],
     ["backends.reference", "backends.native", "backends.triton"],
     ["backends"],
     ["distributed"],
@@ -76,7 +76,7 @@ def test_imports_point_downwards(module):
 
 def test_backends_do_not_import_each_other():
     for name in ("backends.native", "backends.triton", "backends.reference"):
-        shared = {"backends", "backends.checks", "backends.libraries"}
+        shared = {"backends", "backends.checks", "backends.libraries", "backends.transfer"}
         own = {m for m in modules() if m.startswith(f"{name}.")}
         others = imports_of(name, modules()[name]) - shared - own
         assert not others, f"{name} imports {others}"

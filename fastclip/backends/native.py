@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import libraries
+from .transfer import numbers_on
 
 NORM_TYPES = (1.0, 2.0, float("inf"))
 
@@ -79,29 +80,6 @@ def _register_fakes() -> None:
         return None
 
 
-def _as_numbers(value: Tensor, device: torch.device) -> Tensor:
-    """A small tensor as the ops take it: float64 on the gradients' device, contiguous, one-dimensional.
-
-    One from the CPU goes to a GPU without waiting for it: a single number as the argument of a kernel, more
-    through pinned memory.
-
-    Raises:
-        RuntimeError: several numbers on the CPU while a CUDA graph is captured. Every replay would read them
-            from memory that is long used for something else.
-    """
-    value = value.detach().reshape(-1)
-    if value.device.type == "cpu" and device.type == "cuda":
-        if value.numel() == 1:
-            return torch.full((1,), value.item(), dtype=torch.float64, device=device)
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"expected max_norm or scale on {device} while a CUDA graph is captured, "
-                f"but got {value.numel()} numbers on the CPU"
-            )
-        return value.to(torch.float64).pin_memory().to(device, non_blocking=True)
-    return value.to(device, torch.float64).contiguous()
-
-
 def grad_stats(
     grads: list[Tensor], norm_type: float, finite_only: bool = False, groups: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
@@ -111,7 +89,7 @@ def grad_stats(
 
 def scale_(grads: list[Tensor], scale: Tensor, zero_nonfinite: bool = False) -> None:
     """See :func:`fastclip.backends.reference.scale_`."""
-    ops.scale_.default(grads, _as_numbers(scale, grads[0].device), zero_nonfinite)
+    ops.scale_.default(grads, numbers_on(grads[0].device, scale), zero_nonfinite)
     torch.autograd.graph.increment_version(grads)
 
 
@@ -126,10 +104,10 @@ def clip_(
     """See :func:`fastclip.backends.reference.clip_`."""
     max_norm_tensor: Tensor | None = None
     if isinstance(max_norm, Tensor):
-        max_norm_tensor = _as_numbers(max_norm, grads[0].device)
+        max_norm_tensor = numbers_on(grads[0].device, max_norm)
         max_norm = 0.0
     if inv_scale is not None:
-        inv_scale = _as_numbers(inv_scale, grads[0].device)
+        inv_scale = numbers_on(grads[0].device, inv_scale)
     results = ops.clip_.default(grads, max_norm, norm_type, nonfinite, groups, max_norm_tensor, inv_scale)
     torch.autograd.graph.increment_version(grads)
     return results

@@ -7,15 +7,17 @@ them as they are. Kernels, order of summation and results are fixed; nothing is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from ..transfer import numbers_on
 from .lists import GradientList, prepare
 
 NORM_TYPES = (1.0, 2.0, float("inf"))
@@ -79,26 +81,25 @@ def _language_type(dtype: torch.dtype) -> object:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def _numbers(value: float | Tensor, device: torch.device, wide: torch.dtype) -> Tensor:
-    """A number or a small tensor on the device, one-dimensional, without waiting for it."""
-    if not isinstance(value, Tensor):
-        return torch.full((1,), value, dtype=wide, device=device)
-    value = value.detach().reshape(-1)
-    if value.device.type == "cpu" and device.type != "cpu":
-        if value.numel() == 1:
-            return torch.full((1,), value.item(), dtype=wide, device=device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"expected max_norm or scale on {device} while a CUDA graph is captured, "
-                f"but got {value.numel()} numbers on the CPU"
-            )
-        return value.to(wide).pin_memory().to(device, non_blocking=True)
-    return value.to(device, wide).contiguous()
-
-
 def _require_count(numbers: Tensor, other: int, name: str) -> None:
     if numbers.numel() not in (1, other):
         raise RuntimeError(f"expected {name} to have 1 or {other} elements, but got {numbers.numel()}")
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def _on_its_device(function: Function) -> Function:
+    """Triton launches on the current device: make it that of the gradients for the time of the call."""
+
+    @functools.wraps(function)
+    def wrapper(grads: list[Tensor], *arguments: object, **options: object) -> object:
+        device = grads[0].device if isinstance(grads[0], Tensor) else torch.device("cpu")
+        module = {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)
+        with module.device(device) if module else contextlib.nullcontext():
+            return function(grads, *arguments, **options)
+
+    return cast(Function, wrapper)
 
 
 class _Statistics(NamedTuple):
@@ -131,14 +132,14 @@ def _compute(
     norm = NORM_TYPES.index(norm_type)
     slots = torch.empty(max(1, prepared.chunks), dtype=wide, device=device)
     counts = torch.empty((max(1, prepared.chunks), 2), dtype=torch.int32, device=device)
-    stats = torch.empty((prepared.count, 3), dtype=wide, device=device)
+    stats = torch.empty((prepared.num_grads, 3), dtype=wide, device=device)
     result = torch.empty((num_groups, 3) if clip else num_groups, dtype=real, device=device)
     factors = torch.empty(num_groups, dtype=wide, device=device)
     types = {"norm": norm, "wide": _language_type(wide)}
     if prepared.chunks:
         statistics.statistics[(prepared.chunks,)](
             prepared.table,
-            prepared.count,
+            prepared.num_grads,
             prepared.steps,
             slots,
             counts,
@@ -146,12 +147,12 @@ def _compute(
             **types,
             num_warps=_WARPS,
         )
-    statistics.rows[(prepared.count,)](
-        prepared.table, prepared.count, prepared.chunks, slots, counts, stats, **types
+    statistics.rows[(prepared.num_grads,)](
+        prepared.table, prepared.num_grads, prepared.chunks, slots, counts, stats, **types
     )
     limits, inv_scale, is_tensor = clip or (factors, factors, False)
     summary.summarize[(num_groups,)](
-        *(prepared.table, prepared.count, stats, limits, inv_scale, result, factors),
+        *(prepared.table, prepared.num_grads, stats, limits, inv_scale, result, factors),
         int(limits.numel() > 1),
         real=_language_type(real),
         clip=clip is not None,
@@ -166,6 +167,7 @@ def _unpack(prepared: GradientList) -> None:
         grad.copy_(copy)
 
 
+@_on_its_device
 def grad_stats(
     grads: list[Tensor], norm_type: float, finite_only: bool = False, groups: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
@@ -191,7 +193,7 @@ def _scale(
         return
     for repeat in range(prepared.rounds):
         updates.scale[(prepared.chunks,)](
-            *(prepared.table, prepared.count, prepared.steps, prepared.chunks, factors, flags),
+            *(prepared.table, prepared.num_grads, prepared.steps, prepared.chunks, factors, flags),
             *(flags.shape[0], factors if counts is None else counts, repeat, int(factors.numel() > 1)),
             mode=mode,
             counted=counts is not None,
@@ -201,15 +203,17 @@ def _scale(
     _unpack(prepared)
 
 
+@_on_its_device
 def scale_(grads: list[Tensor], scale: Tensor, zero_nonfinite: bool = False) -> None:
     """See :func:`fastclip.backends.reference.scale_`."""
     prepared = prepare(grads, range(len(grads)), write=True)
-    factors = _numbers(scale, grads[0].device, _wide(grads[0].device))
+    factors = numbers_on(grads[0].device, scale, _wide(grads[0].device))
     _require_count(factors, len(grads), "scale")
     _scale(grads, prepared, factors, factors, None, _MODES["zero" if zero_nonfinite else "propagate"])
     torch.autograd.graph.increment_version(grads)
 
 
+@_on_its_device
 def clip_(
     grads: list[Tensor],
     max_norm: float | Tensor,
@@ -225,9 +229,9 @@ def clip_(
     device = grads[0].device
     prepared = prepare(grads, groups or [0] * len(grads), write=True)
     num_groups = max(groups) + 1 if groups else 1
-    limits = _numbers(max_norm, device, _wide(device))
+    limits = numbers_on(device, max_norm, _wide(device))
     _require_count(limits, num_groups, "max_norm")
-    unscale = _numbers(1.0 if inv_scale is None else inv_scale, device, _wide(device))
+    unscale = numbers_on(device, 1.0 if inv_scale is None else inv_scale, _wide(device))
     _require_count(unscale, 1, "inv_scale")
     clip = (limits, unscale, isinstance(max_norm, Tensor))
     found = _compute(grads, prepared, norm_type, nonfinite == "zero", num_groups, clip)
@@ -236,6 +240,7 @@ def clip_(
     return found.result, found.stats
 
 
+@_on_its_device
 def clamp_(grads: list[Tensor], limit: float) -> None:
     """See :func:`fastclip.backends.reference.clamp_`."""
     if limit != limit:  # as in torch, a NaN limit makes everything NaN
@@ -244,10 +249,10 @@ def clamp_(grads: list[Tensor], limit: float) -> None:
 
     device = grads[0].device
     prepared = prepare(grads, [0] * len(grads), write=True)
-    bound = _numbers(float(limit), device, _wide(device))
+    bound = numbers_on(device, float(limit), _wide(device))
     if prepared.chunks:
         updates.clamp[(prepared.chunks,)](
-            *(prepared.table, prepared.count, prepared.steps, bound),
+            *(prepared.table, prepared.num_grads, prepared.steps, bound),
             wide=_language_type(_wide(device)),
             num_warps=_WARPS,
         )

@@ -23,7 +23,7 @@ class GradientList(NamedTuple):
     """A list of gradients as the kernels take it. `steps` bounds the binary search."""
 
     table: Tensor  # [N, 6] int64, see the kernels
-    count: int
+    num_grads: int
     chunks: int
     steps: int
     rounds: int

@@ -108,7 +108,7 @@ def _chunk_statistics(
     return value, nan_count, inf_count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "steps", "finite_only"])
 def statistics(table, count, steps, slots, counts, finite_only, norm: tl.constexpr, wide: tl.constexpr):
     """One program a chunk: slots [chunks] in `wide`, counts [chunks, 2] in int32."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -141,7 +141,7 @@ def statistics(table, count, steps, slots, counts, finite_only, norm: tl.constex
     tl.store(counts + 2 * chunk + 1, infs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "chunks"])
 def rows(table, count, chunks, slots, counts, stats, norm: tl.constexpr, wide: tl.constexpr):
     """One program a gradient: stats [N, 3] in `wide`."""
     tensor = tl.program_id(0).to(tl.int64)

@@ -33,7 +33,7 @@ def _divide(a, b):
         return a / b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "max_norm_stride"])
 def summarize(
     table,
     count,

@@ -54,7 +54,7 @@ def _scale_chunk(address, size, factor, zero, dtype: tl.constexpr, element: tl.c
             tl.store(pointer + offsets, narrow(y, dtype), mask=offsets < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "steps", "chunks", "groups", "repeat", "factor_stride"])
 def scale(
     table,
     count,
@@ -122,7 +122,7 @@ def _clamp_chunk(address, size, limit, dtype: tl.constexpr, element: tl.constexp
             tl.store(pointer + offsets, narrow(y, dtype), mask=inside & (tl.abs(x) > high))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "steps"])
 def clamp(table, count, steps, limit, wide: tl.constexpr):
     """One program a chunk. `limit` is a tensor of one element."""
     chunk = tl.program_id(0).to(tl.int64)
