@@ -6,8 +6,11 @@ import os
 import pytest
 import torch
 
-# Before Triton is imported: its kernels then run on the CPU, one program after the other.
-os.environ["TRITON_INTERPRET"] = "1"
+# Before Triton is imported: its kernels then run on the CPU, one program after the other. With a GPU they
+# are compiled for it, and tested by the tests marked gpu.
+INTERPRETED = not torch.cuda.is_available()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import fastclip
 import shim
@@ -38,7 +41,7 @@ USABLE = usable_capabilities()
 BACKENDS = ["reference", *(f"native-{name}" for name in USABLE)]
 if shim.reason_against() is None:
     BACKENDS.append("cuda_on_cpu")
-if triton.reason_absent() is None:
+if INTERPRETED and triton.reason_absent() is None:
     BACKENDS.append("triton")
 
 

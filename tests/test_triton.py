@@ -82,9 +82,7 @@ def test_an_absent_triton_is_told(monkeypatch, what):
             monkeypatch.setattr(triton.importlib.util, "find_spec", lambda name: None)
         else:
             monkeypatch.setattr("triton.__version__", "3.1.0")
-        words = {"missing": "Triton is not installed", "too old": "3.2 or later is needed, this is 3.1.0"}[
-            what
-        ]
+        words = "Triton is not installed" if what == "missing" else "3.2 or later is needed, this is 3.1.0"
         with pytest.raises(RuntimeError, match=f"backend 'triton' is absent: .*{words}"):
             fastclip.backends.use("triton")
         assert words in triton.unavailable(torch.device("cuda"))

@@ -52,9 +52,8 @@ def of_nvidia(compiled) -> dict[str, int]:
         file.flush()
         command = [str(tools / "cuobjdump"), "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, _, local = map(
-        int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text).groups()
-    )
+    numbers = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text).groups()
+    registers, stack, local = map(int, numbers)
     ptx = compiled.asm["ptx"]
     return {
         "registers": registers,

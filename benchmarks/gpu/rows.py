@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fastclip
-from fastclip.backends import native
+from fastclip.backends import native, triton
 
 from ..workloads import SMOKE, Shapes, _gpt2, _llama
 from .timing import Device, copy_bandwidth, in_turns
@@ -105,17 +105,25 @@ def _apex() -> Clip:
     return importlib.import_module("apex.contrib.clip_grad").clip_grad_norm_
 
 
-def providers(count: int) -> dict[str, Clip]:
+def _by_triton(parameters: list[torch.nn.Parameter], max_norm: float) -> object:
+    with fastclip.backends.use("triton"):
+        return fastclip.clip_grad_norm_(parameters, max_norm)
+
+
+def providers(count: int, device: Device) -> dict[str, Clip]:
     """fastclip, torch's ways, and the peers that can be imported here."""
     torch_clip = torch.nn.utils.clip_grad_norm_
     found: dict[str, Clip] = {
         "fastclip": lambda parameters, max_norm: fastclip.clip_grad_norm_(parameters, max_norm),
+        "fastclip, Triton": _by_triton,
         "torch foreach": lambda parameters, max_norm: torch_clip(parameters, max_norm, foreach=True),
     }
     if count <= 300:  # it unrolls the list
         torch._dynamo.reset()
         # At smoke size the path through the tracer is what is checked, not the code it generates.
         found["torch.compile"] = torch.compile(torch_clip, backend="eager" if SMOKE else "inductor")
+    if triton.unavailable(torch.device(device.name)) is not None:
+        del found["fastclip, Triton"]
     for name, make in (("TransformerEngine", _transformer_engine), ("apex", _apex)):
         try:
             found[name] = make()
@@ -147,7 +155,7 @@ def measure(workload: Workload, device: Device, repeats: int) -> Row:
     nbytes = sum(g.nbytes for g in grads)
     row = Row(workload, nbytes, copy_bandwidth(device, max(nbytes, 1 << 16), repeats))
     exact = _exact_norm(grads)
-    clips = providers(len(grads))
+    clips = providers(len(grads), device)
     for name, clip in list(clips.items()):
         norm = float(clip(parameters, UNCLIPPED))  # type: ignore[arg-type]
         error = abs(norm / exact - 1)
