@@ -35,7 +35,9 @@ def gradients(parameters: Parameters, stacklevel: int) -> list[Tensor]:
     else:
         parameters = list(parameters)
     try:
-        return [grad for p in parameters if (grad := p.grad) is not None]
+        # In two steps, as torch.compile does not trace an assignment inside a comprehension.
+        each = [p.grad for p in parameters]
+        return [grad for grad in each if grad is not None]
     except AttributeError:
         _raise_not_a_parameter(parameters)
         raise
@@ -74,13 +76,10 @@ def named_gradients(parameters: NamedParameters) -> tuple[list[Tensor], list[str
                 "expected parameters to be tensors or (name, tensor) pairs, but got "
                 f"{type(item).__name__} at index {index}"
             )
-    present = [
-        (grad, name, index)
-        for index, (name, parameter) in enumerate(pairs)
-        if (grad := parameter.grad) is not None
-    ]
-    grads, names, indices = zip(*present, strict=True) if present else ((), (), ())
-    return list(grads), list(names), list(indices)
+    each = [parameter.grad for _, parameter in pairs]
+    indices = [index for index, grad in enumerate(each) if grad is not None]
+    grads = [grad for grad in each if grad is not None]
+    return grads, [pairs[index][0] for index in indices], indices
 
 
 def require_max_norm(max_norm: float | Tensor, num_groups: int = 1) -> float | Tensor:

@@ -6,16 +6,16 @@ import os
 import pytest
 import torch
 
+import fastclip
+import shim
+from fastclip import backends
+from fastclip.backends import native, triton
+
 # Before Triton is imported: its kernels then run on the CPU, one program after the other. With a GPU they
 # are compiled for it, and tested by the tests marked gpu.
 INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
-
-import fastclip
-import shim
-from fastclip import backends
-from fastclip.backends import native, triton
 
 # Not in the order of preference but in that of width: results must not depend on which one runs.
 CAPABILITIES = ("baseline", "avx2", "avx512")

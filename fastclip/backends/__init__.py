@@ -98,6 +98,10 @@ def _choose(name: str, device: torch.device) -> ModuleType:
     return _MODULES[name]
 
 
+# What torch.compile cannot look into is done once, while it traces; a change of the name in use is guarded.
+_choose_while_tracing = torch.compiler.assume_constant_result(_choose)
+
+
 def select(device: torch.device, norm_type: float = 2.0) -> ModuleType:
     """The backend module for gradients on `device`. Norms other than 1, 2 and inf are the reference's.
 
@@ -106,6 +110,8 @@ def select(device: torch.device, norm_type: float = 2.0) -> ModuleType:
     """
     if norm_type not in native.NORM_TYPES:
         return reference
+    if torch.compiler.is_compiling():
+        return _choose_while_tracing(name_in_use(), device)
     key = (name_in_use(), device)
     if key not in _chosen:
         _chosen[key] = _choose(*key)

@@ -80,6 +80,12 @@ def _register_fakes() -> None:
         return None
 
 
+def _mark_as_written(grads: list[Tensor]) -> None:
+    """Bump the version counters; torch.compile does so itself for what an op of its graph has written."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(grads)
+
+
 def grad_stats(
     grads: list[Tensor], norm_type: float, finite_only: bool = False, groups: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
@@ -90,7 +96,7 @@ def grad_stats(
 def scale_(grads: list[Tensor], scale: Tensor, zero_nonfinite: bool = False) -> None:
     """See :func:`fastclip.backends.reference.scale_`."""
     ops.scale_.default(grads, numbers_on(grads[0].device, scale), zero_nonfinite)
-    torch.autograd.graph.increment_version(grads)
+    _mark_as_written(grads)
 
 
 def clip_(
@@ -109,7 +115,7 @@ def clip_(
     if inv_scale is not None:
         inv_scale = numbers_on(grads[0].device, inv_scale)
     results = ops.clip_.default(grads, max_norm, norm_type, nonfinite, groups, max_norm_tensor, inv_scale)
-    torch.autograd.graph.increment_version(grads)
+    _mark_as_written(grads)
     return results
 
 
@@ -118,4 +124,4 @@ def clamp_(grads: list[Tensor], limit: float) -> None:
     if limit != limit:  # as in torch, a NaN limit makes everything NaN
         return scale_(grads, torch.tensor(limit))
     ops.clamp_.default(grads, limit)
-    torch.autograd.graph.increment_version(grads)
+    _mark_as_written(grads)

@@ -2,7 +2,7 @@
 """The specification: every operation in plain PyTorch, on any device and for any floating dtype.
 
 The other backends are held against this module. It also serves what they leave to it: norms other than
-1, 2 and inf, complex gradients and sparse ones.
+1, 2 and inf, complex gradients and sparse ones. torch.compile runs it as it is, outside of its graphs.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..backends import checks, reference, select
+from ..backends import checks, native, reference, select
 
 Result = TypeVar("Result")
 
@@ -31,10 +31,10 @@ class _Part:
 def _parts(grads: Sequence[Tensor], norm_type: float) -> list[_Part]:
     """The list by device and, on each, by whether the device's backend can take the gradient."""
     checks.require_gradients(grads)
-    parts: dict[tuple[torch.device, ModuleType], _Part] = {}
+    parts: dict[tuple[torch.device, bool], _Part] = {}
     for index, grad in enumerate(grads):
         backend = select(grad.device, norm_type) if checks.is_dense(grad) else reference
-        part = parts.setdefault((grad.device, backend), _Part(backend, [], []))
+        part = parts.setdefault((grad.device, backend is reference), _Part(backend, [], []))
         part.indices.append(index)
         part.grads.append(grad)
     return list(parts.values())
@@ -94,10 +94,17 @@ def _require_writable(parts: list[_Part]) -> None:
             part.backend.scale_(part.grads, torch.ones(1, device=part.grads[0].device))
 
 
+def _is_traceable(grads: list[Tensor], norm_type: float = 2.0) -> bool:
+    """Whether torch.compile, if it is what calls, can make the call part of its graph: only native ops can."""
+    return not torch.compiler.is_compiling() or select(grads[0].device, norm_type) is native
+
+
 def grad_stats(
     grads: list[Tensor], norm_type: float, finite_only: bool = False, groups: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
     """See :func:`fastclip.backends.reference.grad_stats`; gradients on any devices."""
+    if not _is_traceable(grads, norm_type):
+        return torch.compiler.disable(grad_stats)(grads, norm_type, finite_only, groups)
 
     def by_parts(parts: list[_Part]) -> tuple[Tensor, Tensor]:
         stats = _statistics(parts, norm_type, finite_only, grads[0].device)
@@ -116,6 +123,8 @@ def clip_(
     inv_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`fastclip.backends.reference.clip_`; gradients on any devices."""
+    if not _is_traceable(grads, norm_type):
+        return torch.compiler.disable(clip_)(grads, max_norm, norm_type, nonfinite, groups, inv_scale)
 
     def by_parts(parts: list[_Part]) -> tuple[Tensor, Tensor]:
         _require_writable(parts)
@@ -136,6 +145,8 @@ def clip_(
 
 def scale_(grads: list[Tensor], scale: Tensor) -> None:
     """Multiply all gradients in place by one factor, a tensor of one element on any device."""
+    if not _is_traceable(grads):
+        return torch.compiler.disable(scale_)(grads, scale)
 
     def by_parts(parts: list[_Part]) -> None:
         _require_writable(parts)
@@ -146,6 +157,8 @@ def scale_(grads: list[Tensor], scale: Tensor) -> None:
 
 def clamp_(grads: list[Tensor], limit: float) -> None:
     """See :func:`fastclip.backends.reference.clamp_`; gradients on any devices."""
+    if not _is_traceable(grads):
+        return torch.compiler.disable(clamp_)(grads, limit)
 
     def by_parts(parts: list[_Part]) -> None:
         checks.require_real(grads)

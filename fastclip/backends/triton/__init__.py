@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The same pass in Triton: for CUDA where the library is not there, and for ROCm and XPU, untested there.
 
-Plain functions and not registered ops: torch.compile traces into them no better than into an op, and calls
-them as they are. Kernels, order of summation and results are fixed; nothing is tuned at run time.
+Plain functions and not registered ops: torch.compile runs them as they are, outside of its graphs. Kernels,
+order of summation and results are fixed; nothing is tuned at run time.
 """
 
 from __future__ import annotations
