@@ -14,13 +14,14 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from . import bars, machine, overhead, report, rows
+from . import bars, compiled, machine, overhead, report, rows
 from .bars import Verdict
+from .compiled import Comparison
 from .rows import Row
 from .timing import Bandwidth, Times
 from .workloads import DTYPES, SMOKE, WORKLOADS
 
-TABLES = ("clip", "embedding", "overhead")
+TABLES = ("clip", "embedding", "compiled", "overhead")
 
 _T = TypeVar("_T")
 
@@ -34,6 +35,7 @@ class Results:
 
     clip: list[Row] = field(default_factory=list)
     embedding: list[Row] = field(default_factory=list)
+    compiled: list[Comparison] = field(default_factory=list)
     host: dict[int, tuple[Times, Times]] = field(default_factory=dict)
     memory: dict[str, list[int | None]] = field(default_factory=dict)
     memory_verdicts: list[Verdict] = field(default_factory=list)
@@ -55,6 +57,10 @@ class Results:
             "smoke": SMOKE,
             "clip": [row.summary() for row in self.clip],
             "embedding": [row.summary() for row in self.embedding],
+            "compiled": [
+                {"what": c.what, "torch": c.torch.summary(), "fastclip": c.fastclip.summary()}
+                for c in self.compiled
+            ],
             "host": {n: {"torch": a.summary(), "fastclip": b.summary()} for n, (a, b) in self.host.items()},
             "peak_memory_bytes": {"gradient_mebibytes": overhead.MEGABYTES, **self.memory},
             "import_ms": self.import_ms,
@@ -109,6 +115,10 @@ def _measure(options: argparse.Namespace) -> Results:
     if "embedding" in tables:
         for dtype in _progress(options.dtype or DTYPES, "embedding"):
             results.embedding += rows.compare_embeddings(dtype)
+    if "compiled" in tables:
+        for dtype in _progress(options.dtype or compiled.DTYPES, "compiled"):
+            results.compiled += compiled.compare_clipping(dtype)
+        results.compiled.append(compiled.compare_steps())
     if "overhead" in tables:
         _measure_overhead(results)
     return results
@@ -120,6 +130,8 @@ def _grids(results: Results) -> list[report.Grid]:
         grids.append(report.clip_grid(results.clip))
     if results.embedding:
         grids.append(report.embedding_grid(results.embedding))
+    if results.compiled:
+        grids.append(report.compiled_grid(results.compiled))
     if results.host:
         grids.append(report.host_grid(results.host))
         grids.append(report.memory_grid(results.memory, results.memory_verdicts))

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from . import bars, overhead
 from .bars import Verdict
+from .compiled import Comparison
 from .rows import Row
 from .timing import Times
 
@@ -114,6 +115,18 @@ def embedding_grid(rows: Sequence[Row]) -> Grid:
         dense, zero = (number(t.median_ms) for t in row.times) if row.times else ("-", "-")
         slower = number(1 / row.ratio) if row.ratio else "-"
         grid.rows.append([row.dtype, _clip(row.clipped), dense, zero, slower, _bars(row)])
+    return grid
+
+
+def compiled_grid(comparisons: Sequence[Comparison]) -> Grid:
+    grid = Grid(
+        "Under torch.compile: torch's clipping compiled against fastclip's",
+        ["what", "torch\ncompiled ms", "fastclip\nms", "ratio"],
+        labels=1,
+    )
+    for c in comparisons:
+        row = [c.what, number(c.torch.median_ms), number(c.fastclip.median_ms), _times(c.ratio)]
+        grid.rows.append(row)
     return grid
 
 

@@ -95,7 +95,7 @@ def _require_writable(parts: list[_Part]) -> None:
 
 
 def _is_traceable(grads: list[Tensor], norm_type: float = 2.0) -> bool:
-    """Whether torch.compile, if it is what calls, can make the call part of its graph: only native ops can."""
+    """Whether the call can be part of a graph, if torch.compile is tracing it: only native ops can."""
     return not torch.compiler.is_compiling() or select(grads[0].device, norm_type) is native
 
 
