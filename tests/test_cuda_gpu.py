@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 import cases
 import fastclip
 from cases import DTYPES, INF, dtype_name
-from fastclip.backends import native
+from fastclip.backends import native, triton
 
 pytestmark = pytest.mark.gpu
 
@@ -110,18 +110,19 @@ def test_no_call_of_the_public_api_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_capture_in_a_graph_and_replay():
+@pytest.mark.parametrize("backend", [native, triton], ids=["native", "triton"])
+def test_capture_in_a_graph_and_replay(backend):
     """Gradients change between replays, their addresses do not."""
     grads = [torch.randn(5000, device=GPU) for _ in range(20)]
     max_norm = torch.ones(1, device=GPU)
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):
-        native.clip_(grads, max_norm, 2.0, "skip")
+        backend.clip_(grads, max_norm, 2.0, "skip")
     torch.cuda.current_stream().wait_stream(warm)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        summary, stats = native.clip_(grads, max_norm, 2.0, "skip")
+        summary, stats = backend.clip_(grads, max_norm, 2.0, "skip")
     for scale, limit in ((1.0, 1.0), (10.0, 3.0), (0.001, 1e9), (1.0, 0.5)):
         fresh = [torch.randn(5000, device=GPU) * scale for _ in grads]
         for grad, new in zip(grads, fresh, strict=True):
@@ -129,7 +130,7 @@ def test_capture_in_a_graph_and_replay():
         max_norm.fill_(limit)
         graph.replay()
         expected = [g.clone() for g in fresh]
-        wanted, wanted_stats = native.clip_(expected, max_norm, 2.0, "skip")
+        wanted, wanted_stats = backend.clip_(expected, max_norm, 2.0, "skip")
         assert torch.equal(summary, wanted) and torch.equal(stats, wanted_stats)
         assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 

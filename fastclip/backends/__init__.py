@@ -98,8 +98,10 @@ def _choose(name: str, device: torch.device) -> ModuleType:
     return _MODULES[name]
 
 
-# What torch.compile cannot look into is done once, while it traces; a change of the name in use is guarded.
-_choose_while_tracing = torch.compiler.assume_constant_result(_choose)
+# torch.compile cannot look into this: it is to call it once, while it traces, and keep the result. A change
+# of the name in use is guarded. torch.compiler.assume_constant_result marks it the same way, but imports
+# torch._dynamo, which takes seconds.
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def select(device: torch.device, norm_type: float = 2.0) -> ModuleType:
@@ -111,7 +113,7 @@ def select(device: torch.device, norm_type: float = 2.0) -> ModuleType:
     if norm_type not in native.NORM_TYPES:
         return reference
     if torch.compiler.is_compiling():
-        return _choose_while_tracing(name_in_use(), device)
+        return _choose(name_in_use(), device)
     key = (name_in_use(), device)
     if key not in _chosen:
         _chosen[key] = _choose(*key)
