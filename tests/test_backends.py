@@ -142,6 +142,16 @@ def test_scale_by_one_factor_each(backend, case, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
+@pytest.mark.parametrize("factor", [1.5, 0.75, 1 / 3])
+def test_every_16_bit_number_is_rounded_as_by_torch(backend, dtype, factor):
+    """To nearest, ties to even: products with 1.5 and 0.75 often lie half-way between two numbers."""
+    grad = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    expected = torch.where(grad.isnan(), torch.nan, (grad.float() * factor).to(dtype))
+    select(CPU).scale_([grad], torch.tensor([factor]))
+    assert_bitwise_equal([torch.where(grad.isnan(), torch.nan, grad)], [expected])
+
+
 def test_inverse_scale_unscales_and_clips(backend):
     grads = [cases.normal(torch.float32, n) * 1024 for n in (10, 2000)]
     before = clone(grads)
