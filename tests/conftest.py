@@ -2,6 +2,7 @@
 """Fixtures for every test: a seed, poisoned memory, and a choice of backend and instruction set."""
 
 import os
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -37,11 +38,23 @@ def usable_capabilities() -> list[str]:
     return usable
 
 
+def reason_against_the_interpreter() -> str | None:
+    """Why Triton's kernels cannot run on this CPU, or None if they can."""
+    if not INTERPRETED:
+        return "a GPU is here, for which they are compiled"
+    if (reason := triton.reason_absent()) is not None:
+        return reason
+    installed = [tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy")]
+    if installed[0] < (3, 8) and installed[1] >= (2, 4):
+        return "before Triton 3.8 the interpreter needs a NumPy before 2.4"
+    return None
+
+
 USABLE = usable_capabilities()
 BACKENDS = ["reference", *(f"native-{name}" for name in USABLE)]
 if shim.reason_against() is None:
     BACKENDS.append("cuda_on_cpu")
-if INTERPRETED and triton.reason_absent() is None:
+if reason_against_the_interpreter() is None:
     BACKENDS.append("triton")
 
 
@@ -51,7 +64,7 @@ def pytest_report_header() -> list[str]:
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, backends: {', '.join(BACKENDS)}",
         f"native: {native.unavailable(torch.device('cpu')) or 'in use'}",
         f"CUDA kernels on the CPU: {shim.reason_against() or 'in use'}",
-        f"Triton's interpreter: {triton.reason_absent() or 'in use'}",
+        f"Triton's interpreter: {reason_against_the_interpreter() or 'in use'}",
     ]
 
 
