@@ -133,6 +133,8 @@ def find_toolkit() -> Toolkit | str:
         return "this torch has no CUDA"
     try:
         toolkit = Toolkit.find()
+        if toolkit is not None:
+            toolkit.runtime()  # raises where it is not there
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         return str(error)
     if toolkit is None:
@@ -147,14 +149,10 @@ def sources_of(folder: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).glob("*.cpp"))
 
 
-def native_build() -> dict:
-    """The arguments of setup() that compile the native libraries."""
+def build_command(toolkit: Toolkit | str) -> type:
+    """The command that compiles the libraries, the kernels first, and says how it ended."""
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
-
-    toolkit = find_toolkit()
-    if MODE == "cuda" and isinstance(toolkit, str):
-        sys.exit(f"FASTCLIP_BUILD=cuda: {toolkit}")
+    from torch.utils.cpp_extension import BuildExtension
 
     class Build(BuildExtension):
         no_cuda: str | None = toolkit if isinstance(toolkit, str) else None
@@ -188,6 +186,14 @@ def native_build() -> dict:
                 (ROOT / "fastclip" / "libfastclip_cuda.so").unlink(missing_ok=True)
             super().build_extensions()
 
+    return Build.with_options(no_python_abi_suffix=True)
+
+
+def native_extensions(toolkit: Toolkit | str) -> list:
+    """The CPU library and, with a toolkit, the CUDA library."""
+    import torch
+    from torch.utils.cpp_extension import CppExtension
+
     common = sources_of("common")
     flags = [*FLAGS, f"-ffile-prefix-map={Path(torch.__file__).parent}=torch"]
     flags.append("-DTORCH_TARGET_VERSION=0x020a000000000000")
@@ -211,10 +217,18 @@ def native_build() -> dict:
             extra_link_args=[*runtime, "-Wl,--exclude-libs,ALL", "-Wl,--no-as-needed", "-ltorch"],
         )
         extensions.append(extension)
+    return extensions
+
+
+def native_build() -> dict:
+    """The arguments of setup() that compile the native libraries."""
+    toolkit = find_toolkit()
+    if MODE == "cuda" and isinstance(toolkit, str):
+        sys.exit(f"FASTCLIP_BUILD=cuda: {toolkit}")
     return {
-        "ext_modules": extensions,
+        "ext_modules": native_extensions(toolkit),
         "cmdclass": {
-            "build_ext": Build.with_options(no_python_abi_suffix=True),
+            "build_ext": build_command(toolkit),
             "build_py": BuildLast,
             "bdist_wheel": AnyPython,
         },

@@ -164,6 +164,21 @@ def test_cuda_with_a_compiler_behind_a_script(project, tmp_path):
         assert str(place).encode() not in library
 
 
+def test_a_toolkit_without_its_static_runtime(project, tmp_path):
+    """auto builds the CPU library and tells why nothing else; it does not end."""
+    needs_modern_torch()
+    if torch.version.cuda is None:
+        pytest.skip("auto looks for a toolkit only where torch has CUDA")
+    script = tmp_path / "nvcc"
+    script.write_text(f'#!/bin/sh\necho "#$ TOP={tmp_path}"\necho "release 13.0"\n')
+    script.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    wheel = Wheel(project, PATH=path, CUDA_HOME="", CUDA_PATH="")
+    assert wheel.succeeded, wheel.output
+    assert LIBRARY in wheel.files() and CUDA_LIBRARY not in wheel.files()
+    assert f"no CUDA kernels: no libcudart_static.a under {tmp_path}" in wheel.report()
+
+
 def test_a_mistaken_architecture_fails(project):
     needs_modern_torch()
     if shutil.which("nvcc") is None:

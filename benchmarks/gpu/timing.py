@@ -30,6 +30,9 @@ class Device:
             start = time.perf_counter()
             call()
             return time.perf_counter() - start
+        return self._between_events(call)
+
+    def _between_events(self, call: Call) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
@@ -44,12 +47,7 @@ class Device:
             return self.seconds(call)
         self.synchronize()
         torch.cuda._sleep(100_000_000)  # about a twentieth of a second
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return self._between_events(call)
 
     def host_seconds(self, call: Call) -> float:
         """Until the call returns; what it put on the device may still run."""

@@ -110,8 +110,7 @@ __device__ __forceinline__ bool is_finite(double x) { return (to_bits(x) & kAbs6
 __device__ __forceinline__ bool is_nan(float x) { return (__float_as_uint(x) & kAbs32) > kInf32; }
 __device__ __forceinline__ bool is_nan(double x) { return (to_bits(x) & kAbs64) > kInf64; }
 
-// The elements of a chunk that lie outside whole vectors, at its two ends: at most one for each thread.
-// Calls use(element) and then, once for all threads together, nothing: the order is that of the threads.
+// The elements of a chunk that lie outside whole vectors: at most one at each end for each thread.
 template <class Type, class Use>
 __device__ __forceinline__ void for_loose_elements(const Chunk& chunk, Use use) {
   using Element = typename Type::Element;
@@ -134,7 +133,7 @@ __device__ __forceinline__ void for_vectors(const Chunk& chunk, Use use) {
   for (uint32_t v = first + threadIdx.x; v < chunk.end / kVectorBytes; v += kThreads) use(vectors + v);
 }
 
-// Calls use<Type>() for the type of a dtype.
+// Calls use(Type{}) for the type of a dtype.
 template <class Use>
 __device__ __forceinline__ void dispatch(DType dtype, Use use) {
   switch (dtype) {

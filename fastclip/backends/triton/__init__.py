@@ -86,10 +86,10 @@ def _require_count(numbers: Tensor, other: int, name: str) -> None:
         raise RuntimeError(f"expected {name} to have 1 or {other} elements, but got {numbers.numel()}")
 
 
-Function = TypeVar("Function", bound=Callable[..., object])
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-def _on_its_device(function: Function) -> Function:
+def _on_its_device(function: _Function) -> _Function:
     """Triton launches on the current device: make it that of the gradients for the time of the call."""
 
     @functools.wraps(function)
@@ -99,7 +99,7 @@ def _on_its_device(function: Function) -> Function:
         with module.device(device) if module else contextlib.nullcontext():
             return function(grads, *arguments, **options)
 
-    return cast(Function, wrapper)
+    return cast(_Function, wrapper)
 
 
 class _Statistics(NamedTuple):
@@ -135,7 +135,7 @@ def _compute(
     stats = torch.empty((prepared.num_grads, 3), dtype=wide, device=device)
     result = torch.empty((num_groups, 3) if clip else num_groups, dtype=real, device=device)
     factors = torch.empty(num_groups, dtype=wide, device=device)
-    types = {"norm": norm, "wide": _language_type(wide)}
+    options = {"norm": norm, "wide": _language_type(wide), "num_warps": _WARPS}
     if prepared.chunks:
         statistics.statistics[(prepared.chunks,)](
             prepared.table,
@@ -144,11 +144,10 @@ def _compute(
             slots,
             counts,
             int(finite_only),
-            **types,
-            num_warps=_WARPS,
+            **options,
         )
     statistics.rows[(prepared.num_grads,)](
-        prepared.table, prepared.num_grads, prepared.chunks, slots, counts, stats, **types
+        prepared.table, prepared.num_grads, prepared.chunks, slots, counts, stats, **options
     )
     limits, inv_scale, is_tensor = clip or (factors, factors, False)
     summary.summarize[(num_groups,)](
@@ -157,7 +156,7 @@ def _compute(
         real=_language_type(real),
         clip=clip is not None,
         max_norm_is_tensor=is_tensor,
-        **types,
+        **options,
     )
     return _Statistics(result, stats, factors, counts)
 
