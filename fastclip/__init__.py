@@ -5,15 +5,20 @@ One pass over all gradients gives their norm, the NaN and Inf counts of each, an
 """
 
 from . import backends
+from .amp import GradScaler
 from .backends import native as _native
 from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from .optim import Handle, attach
 from .patch import patch_torch
 from .stats import GradStats, clip_, grad_stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradScaler",
     "GradStats",
+    "Handle",
+    "attach",
     "backends",
     "clip_",
     "clip_grad_norm_",

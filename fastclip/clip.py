@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from . import loss_scale
 from .backends import reference
 from .collect import (
     Parameters,
@@ -39,16 +40,18 @@ def _clip(
     norm_type: float,
     error_if_nonfinite: bool,
     nonfinite: str,
+    unscaling: loss_scale.Unscaling,
 ) -> Tensor:
     if error_if_nonfinite and norm_type not in (1.0, 2.0, math.inf):
         # Under other orders a NaN or Inf element may leave the norm finite, which is no error.
         _raise_if_nonfinite(lists.grad_stats(grads, norm_type)[0][0], norm_type)
     elif error_if_nonfinite:
         nonfinite = "skip"
-    summary, _ = clip_and_check(grads, max_norm, norm_type, nonfinite)
+    summary, _ = clip_and_check(grads, max_norm, norm_type, nonfinite, inv_scale=unscaling.inv_scale)
     total_norm = summary.as_strided((), ())  # summary[0, 0], at half its cost
     if error_if_nonfinite:
         _raise_if_nonfinite(total_norm, norm_type)
+    unscaling.finish(summary)
     return total_norm
 
 
@@ -61,6 +64,8 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     nonfinite: str = "propagate",
+    scaler: torch.amp.GradScaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Tensor:
     """Scale the gradients in place so that their total norm is at most `max_norm`.
 
@@ -78,6 +83,9 @@ def clip_grad_norm_(
         nonfinite: what NaN or Inf in a gradient does. "propagate": as in torch, NaN makes all gradients NaN
             and Inf makes the finite ones 0. "error": raise and name the gradients, before any is changed.
             "zero": such elements become 0 and the norm is that of the rest. "skip": no gradient is changed.
+        scaler: the loss scaler of mixed precision. Gradients that are still scaled are unscaled and clipped
+            in the same pass, and ``scaler.step(optimizer)`` is told of it: ``scaler.unscale_`` is not needed.
+        optimizer: given together with `scaler`; `parameters` are those of this optimizer.
 
     Returns:
         The total norm before clipping, a Tensor of shape [] on the device of the first gradient; float64 if
@@ -85,9 +93,11 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: not a Tensor, or a gradient whose dtype has no norm.
-        ValueError: a negative or NaN max_norm; an unknown mode.
+        ValueError: a negative or NaN max_norm; an unknown mode; with `scaler`, parameters that are not those
+            of the optimizer, or float16 gradients.
         RuntimeError: a gradient that overlaps itself or part of another; a non-finite norm where that was
-            asked to be an error; a backend that was named and cannot serve the device.
+            asked to be an error; a backend that was named and cannot serve the device; with `scaler`, a
+            second clip in one step, or one after ``scaler.step()``.
     """
     max_norm = require_max_norm(max_norm)
     norm_type = float(norm_type)
@@ -95,11 +105,12 @@ def clip_grad_norm_(
     if error_if_nonfinite and nonfinite in ("zero", "skip"):
         raise ValueError(f"expected error_if_nonfinite or nonfinite={nonfinite!r}, but got both")
     grads = gradients(parameters, _TO_CALLER)
+    unscaling = loss_scale.begin(scaler, optimizer, grads)
     if not grads:
         return torch.tensor(0.0)
     require_foreach(grads, foreach)
     require_extremes(grads, norm_type)
-    return _clip(grads, max_norm, norm_type, error_if_nonfinite, nonfinite)
+    return _clip(grads, max_norm, norm_type, error_if_nonfinite, nonfinite, unscaling)
 
 
 @torch.no_grad()

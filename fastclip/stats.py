@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import loss_scale
 from .backends import reference
 from .collect import (
     NamedParameters,
@@ -63,10 +64,12 @@ class GradStats:
         names: Sequence[str],
         norm_type: float,
         labels: Sequence[Hashable] = (),
+        inv_scale: Tensor | None = None,
     ) -> None:
         self.names = list(names)
         self.norm_type = norm_type
         self.labels = list(labels)
+        self._inv_scale = inv_scale
         self._summary = summary
         self._stats = stats
 
@@ -102,6 +105,8 @@ class GradStats:
     def per_tensor(self) -> PerTensor:
         every = range(len(self.names))
         norm = reference.totals(self._stats, self.norm_type, every) if self.names else self._stats[:, 0]
+        if self._inv_scale is not None:
+            norm = norm * self._inv_scale.to(norm)
         counts = self._stats[:, 1:].to(torch.int64)
         return PerTensor(norm, counts[:, 0], counts[:, 1])
 
@@ -145,6 +150,7 @@ def clip_and_check(
     nonfinite: str,
     groups: Sequence[int] = (),
     names: Sequence[str] = (),
+    inv_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """lists.clip_ with the mode "error" too, which waits for the device.
 
@@ -152,7 +158,7 @@ def clip_and_check(
         RuntimeError: "error" and a non-finite gradient. No gradient was changed.
     """
     mode = "skip" if nonfinite == "error" else nonfinite
-    summary, stats = lists.clip_(grads, max_norm, norm_type, mode, groups)
+    summary, stats = lists.clip_(grads, max_norm, norm_type, mode, groups, inv_scale)
     if nonfinite == "error" and bool((summary[:, 2] > 0).any()):
         names = names or [f"gradient {i}" for i in range(len(grads))]
         found = describe_nonfinite(GradStats(summary, stats, names, norm_type))
@@ -160,7 +166,7 @@ def clip_and_check(
     return summary, stats
 
 
-def _number_groups(
+def number_groups(
     groups: Groups, names: list[str], indices: list[int], num_parameters: int
 ) -> tuple[list[int], list[Hashable]]:
     """The group number of each gradient, and the labels by number."""
@@ -188,7 +194,7 @@ def _number_groups(
     return [numbers[label] for label in each], list(numbers)
 
 
-def _max_norm_of_groups(max_norm: MaxNorm, labels: list[Hashable]) -> float | Tensor:
+def max_norm_of_groups(max_norm: MaxNorm, labels: list[Hashable]) -> float | Tensor:
     if isinstance(max_norm, Mapping):
         if missing := [label for label in labels if label not in max_norm]:
             raise ValueError(f"expected max_norm to hold every group's limit, but got none for {missing}")
@@ -205,6 +211,8 @@ def clip_(
     *,
     nonfinite: str = "propagate",
     groups: Groups = None,
+    scaler: torch.amp.GradScaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> GradStats:
     """Clip as :func:`fastclip.clip_grad_norm_` does and return all that the pass found.
 
@@ -219,6 +227,7 @@ def clip_(
             leaves all groups as they are if one is bad.
         groups: one norm and one coefficient for each group, all in the same pass: a label for each parameter,
             a function from name to label, or "tensor" for a group of each gradient.
+        scaler, optimizer: as for :func:`fastclip.clip_grad_norm_`. The statistics are of unscaled gradients.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fastclip.clip_grad_norm_`, before any gradient changes.
@@ -227,13 +236,16 @@ def clip_(
     require_nonfinite(nonfinite)
     items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads, names, indices = named_gradients(items)
-    numbers, labels = _number_groups(groups, names, indices, len(items))
-    max_norm = _max_norm_of_groups(max_norm, labels)
+    numbers, labels = number_groups(groups, names, indices, len(items))
+    max_norm = max_norm_of_groups(max_norm, labels)
+    unscaling = loss_scale.begin(scaler, optimizer, grads)
     if not grads:
         return GradStats(torch.tensor([[0.0, 1.0, 0.0]]), torch.zeros(0, 3), [], norm_type)
     require_extremes(grads, norm_type)
-    summary, stats = clip_and_check(grads, max_norm, norm_type, nonfinite, numbers, names)
-    return GradStats(summary, stats, names, norm_type, labels)
+    inv_scale = unscaling.inv_scale
+    summary, stats = clip_and_check(grads, max_norm, norm_type, nonfinite, numbers, names, inv_scale)
+    unscaling.finish(summary)
+    return GradStats(summary, stats, names, norm_type, labels, inv_scale)
 
 
 @torch.no_grad()
@@ -254,7 +266,7 @@ def grad_stats(
     norm_type = float(norm_type)
     items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads, names, indices = named_gradients(items)
-    numbers, labels = _number_groups(groups, names, indices, len(items))
+    numbers, labels = number_groups(groups, names, indices, len(items))
     if not grads:
         return GradStats(torch.zeros(1, 1), torch.zeros(0, 3), [], norm_type)
     require_extremes(grads, norm_type)

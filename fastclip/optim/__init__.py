@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Clipping as a part of the optimizer's step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import LBFGS, Optimizer
+
+from .. import loss_scale
+from ..collect import require_nonfinite
+from ..stats import Groups, MaxNorm
+from .handle import Handle, handle_of
+
+__all__ = ["Handle", "attach", "handle_of"]
+
+
+def attach(
+    optimizer: Optimizer,
+    max_norm: MaxNorm,
+    *,
+    norm_type: float = 2.0,
+    nonfinite: str = "skip",
+    groups: Groups = None,
+    scaler: GradScaler | None = None,
+    names: Iterable[tuple[str, Tensor]] | None = None,
+) -> Handle:
+    """Clip the gradients of an optimizer inside its ``step()``, from now on.
+
+    The update is that of ``clip_grad_norm_`` followed by ``step()``. torch's fused Adam, AdamW, SGD and
+    Adagrad clip in the pass of their own kernel, so that the gradients are read once more and nothing else; a
+    step with NaN or Inf is left out on the device, without waiting for it. For other optimizers the gradients
+    are clipped in place before the step, and the host reads one flag a step unless `nonfinite` is "propagate"
+    or "zero". A loss scale that is still on the gradients is taken into account.
+
+    Args:
+        optimizer: any torch.optim.Optimizer but LBFGS. Its norm is that of its own parameters; gradients
+            accumulated over several backward passes are clipped and counted once, in the step.
+        max_norm: the limit, >= 0, for true (unscaled) gradients; as for :func:`fastclip.clip_`. It may be
+            changed later: ``handle.max_norm = 0.5``.
+        norm_type: the order p of the norm; ``inf`` for the largest element.
+        nonfinite: what NaN or Inf in a gradient does. "skip": the step is left out, parameters, gradients and
+            the optimizer's state stay as they are. "propagate", "error" and "zero": as for
+            :func:`fastclip.clip_grad_norm_`. What a loss scaler finds is always skipped, as in torch.
+        groups: one norm and one coefficient a group, as for :func:`fastclip.clip_`, or "param_group" for the
+            optimizer's parameter groups, labelled 0, 1, and so on. Such gradients are clipped in place.
+        scaler: the loss scaler whose ``step(optimizer)`` will be called. It then is an error to call
+            ``optimizer.step()`` with scaled gradients, and a step that the scaler leaves out is known.
+        names: (name, parameter) pairs such as ``model.named_parameters()``. Without them the names that the
+            optimizer was given count, else the position: "param_groups[0].params[3]".
+
+    Returns:
+        A :class:`Handle` with ``stats``, ``last_step_applied``, ``skipped_steps`` and ``detach()``.
+
+    Raises:
+        TypeError: not an optimizer, or one that cannot be clipped from outside.
+        ValueError: a negative or NaN max_norm; an unknown mode; groups that do not fit the parameters.
+        RuntimeError: the optimizer is attached already.
+    """
+    _require_optimizer(optimizer)
+    loss_scale.require_scaler(scaler)
+    require_nonfinite(nonfinite)
+    if handle_of(optimizer) is not None:
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} is attached already; call detach() of that handle first"
+        )
+    return Handle(optimizer, max_norm, float(norm_type), nonfinite, groups, scaler, _require_names(names))
+
+
+def _require_optimizer(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected optimizer to be a torch.optim.Optimizer, but got {type(optimizer).__name__}"
+        )
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            "LBFGS evaluates its closure several times in a step and keeps the gradients; clip in the closure"
+        )
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        raise TypeError(f"{kind} wraps another optimizer; attach to that one, its attribute `optimizer`")
+    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        raise TypeError(
+            f"{kind}.step takes the scaler and unscales by itself; it cannot be clipped from outside"
+        )
+
+
+def _require_names(names: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+    found: dict[Tensor, str] = {}
+    for index, pair in enumerate(names if names is not None else ()):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+            raise TypeError(
+                "expected names to be (name, parameter) pairs such as model.named_parameters(), but got "
+                f"{type(pair).__name__} at index {index}"
+            )
+        found[pair[1]] = str(pair[0])
+    return found

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The clip inside optimizer.step(), and what is known about the last step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from .. import loss_scale
+from ..distributed import lists
+from ..stats import GradStats, Groups, MaxNorm, max_norm_of_groups, number_groups
+from . import plan as plans
+from .plan import Plan, Request
+from .wrapping import MethodWrapper, restored_on_error
+
+ATTRIBUTE = "_fastclip_handle"  # of the optimizer
+
+
+class Handle:
+    """What :func:`fastclip.attach` returns: the statistics of the last step, and the way back.
+
+    Attributes:
+        optimizer: the attached optimizer.
+        norm_type, nonfinite, groups: as given to :func:`fastclip.attach`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: MaxNorm,
+        norm_type: float,
+        nonfinite: str,
+        groups: Groups,
+        scaler: GradScaler | None,
+        names: dict[Tensor, str],
+    ) -> None:
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.nonfinite = nonfinite
+        self.groups = groups
+        self._scaler = scaler
+        self._names = names
+        self._driver: GradScaler | None = None  # whose step() is running
+        self._prepared: Plan | None = None  # made by fastclip.GradScaler for the step that follows
+        self._calls = 0
+        self._plan: Plan | None = None
+        self._applied: bool | None = None
+        self._skipped: int | Tensor = 0
+        self._may_be_skipped_unseen = False
+        self._request(
+            None, None
+        )  # raises for groups that do not fit the parameters, before anything is changed
+        self._wrappers = [MethodWrapper(optimizer, "step", self._step)]
+        if scaler is not None:
+            self._wrappers.append(MethodWrapper(scaler, "step", self._step_of_scaler))
+        setattr(optimizer, ATTRIBUTE, self)
+
+    @property
+    def stats(self) -> GradStats | None:
+        """The statistics of the last step, of true gradients, not scaled ones; None before the first."""
+        return self._plan.grad_stats() if self._plan is not None else None
+
+    @property
+    def last_step_applied(self) -> bool | None:
+        """Whether the last step changed the parameters. Waits for the device.
+
+        None before the first step, after one that raised, and where it cannot be known: a GradScaler that
+        :func:`fastclip.attach` was not told of may leave out a step of an optimizer that is not fused without
+        calling it.
+        """
+        if self._may_be_skipped_unseen or self._applied is None:
+            return None
+        if self._plan is not None and isinstance(self._plan.found_inf, Tensor):
+            return not bool(self._plan.found_inf)
+        return self._applied
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out for NaN or Inf, as far as they were seen. Waits for the device."""
+        return int(self._skipped)
+
+    def detach(self) -> None:
+        """Give the optimizer, and the scaler, back as they were. A second call does nothing."""
+        for wrapper in self._wrappers:
+            wrapper.undo()
+        if vars(self.optimizer).get(ATTRIBUTE) is self:
+            delattr(self.optimizer, ATTRIBUTE)
+
+    def __repr__(self) -> str:
+        kind = type(self.optimizer).__name__
+        return f"Handle({kind}, max_norm={self.max_norm}, nonfinite={self.nonfinite!r})"
+
+    # The step.
+
+    def _step(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        closure = args[0] if args else kwargs.get("closure")
+        with ExitStack() as stack:
+            if closure is None:
+                stack.enter_context(self._clipped())
+            elif args:
+                args = (self._clipping(closure, stack), *args[1:])
+            else:
+                kwargs["closure"] = self._clipping(closure, stack)
+            return inner(*args, **kwargs)
+
+    def _clipping(self, closure: Callable[[], Any], stack: ExitStack) -> Callable[[], Any]:
+        """The closure, with the gradients that it made clipped until `stack` is closed."""
+        calls = 0
+
+        def clipping_closure() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__} calls its closure several times in a step; its "
+                    "gradients cannot be clipped inside of it. Clip in the closure and do not attach"
+                )
+            loss = closure()
+            stack.enter_context(self._clipped())
+            return loss
+
+        return clipping_closure
+
+    @contextmanager
+    def _clipped(self) -> Iterator[None]:
+        self._applied = None
+        plan, self._prepared = self._prepared, None
+        with torch.no_grad():
+            self._plan = plan = plan or self._make_plan()
+        with ExitStack() as stack:
+            if plan is not None:
+                plan.apply(stack)
+            yield
+        self._record(plan)
+
+    def _record(self, plan: Plan | None) -> None:
+        found_inf = plan.found_inf if plan is not None else False
+        self._applied = not found_inf if isinstance(found_inf, bool) else True
+        self._skipped = self._skipped + (int(found_inf) if isinstance(found_inf, bool) else found_inf)
+        self._may_be_skipped_unseen = self._driver is None and not self._is_scaled() and _scaler_is_calling()
+
+    def _is_scaled(self) -> bool:
+        return self._plan is not None and self._plan.request.is_scaled
+
+    def _make_plan(self, scale: Tensor | None = None) -> Plan | None:
+        """The pass over the gradients; None if there are none. `scale`: of the loss, where a scaler tells."""
+        own = vars(self.optimizer).get("grad_scale")
+        found_inf = vars(self.optimizer).get("found_inf")
+        if scale is not None:
+            own, found_inf = scale if own is None else scale * own, None
+        else:
+            self._require_scaler_at_work()
+        request = self._request(own, found_inf)
+        return plans.make(request) if request.parameters else None
+
+    def _request(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> Request:
+        every = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
+        indices = [index for index, (_, p) in enumerate(every) if p.grad is not None]
+        parameters = [every[index][1] for index in indices]
+
+        def names() -> list[str]:
+            return self._names_of(parameters)
+
+        groups: Groups = [g for g, _ in every] if self.groups == "param_group" else self.groups
+        by_name = groups is not None and (isinstance(groups, str) or callable(groups))
+        named = names() if by_name else [""] * len(indices)
+        numbers, labels = number_groups(groups, named, indices, len(every))
+        max_norm = max_norm_of_groups(self.max_norm, labels)
+        return Request(
+            self.optimizer,
+            parameters,
+            max_norm,
+            self.norm_type,
+            self.nonfinite,
+            numbers,
+            labels,
+            grad_scale,
+            found_inf,
+            names,
+        )
+
+    def _names_of(self, parameters: Sequence[Tensor]) -> list[str]:
+        positions = {
+            p: group["param_names"][i] if "param_names" in group else f"param_groups[{g}].params[{i}]"
+            for g, group in enumerate(self.optimizer.param_groups)
+            for i, p in enumerate(group["params"])
+        }
+        return [self._names.get(p) or positions.get(p, "a removed parameter") for p in parameters]
+
+    # The loss scaler.
+
+    def _require_scaler_at_work(self) -> None:
+        scaler = self._scaler
+        if scaler is None or self._driver is not None or loss_scale.is_unscaled(scaler, self.optimizer):
+            return
+        raise RuntimeError(
+            "optimizer.step() was called while its gradients are still scaled, and not by the scaler that it "
+            "was attached with; call scaler.step(optimizer). Nothing was changed"
+        )
+
+    def _step_of_scaler(self, inner: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if optimizer is not self.optimizer or self._scaler is None:
+            return inner(optimizer, *args, **kwargs)
+        with self.driven_by(self._scaler):
+            return inner(optimizer, *args, **kwargs)
+
+    @contextmanager
+    def driven_by(self, scaler: GradScaler) -> Iterator[None]:
+        """For the time of scaler.step(optimizer). Sees it also if the scaler leaves the step out.
+
+        Raises:
+            RuntimeError: the optimizer was attached with another scaler.
+        """
+        if self._driver is scaler:
+            yield
+            return
+        if self._scaler is not None and scaler is not self._scaler:
+            raise RuntimeError(
+                "the optimizer was attached with another scaler than the one whose step() was called; "
+                "pass that one to fastclip.attach. Nothing was changed"
+            )
+        self._driver = scaler
+        calls = self._calls
+        try:
+            # torch's own scaler leaves them behind when the step raises, and would multiply them next time.
+            with restored_on_error(self.optimizer, "grad_scale", "found_inf"):
+                yield
+            if self._calls == calls:
+                self._record_left_out()
+        finally:
+            self._driver = self._prepared = None
+
+    @torch.no_grad()
+    def prepare(self, scale: Tensor) -> Plan | None:
+        """The one pass of a step, made early because the scaler asks for NaN and Inf before the step."""
+        self._prepared = self._make_plan(scale)
+        return self._prepared
+
+    @torch.no_grad()
+    def _record_left_out(self) -> None:
+        """The scaler found NaN or Inf and did not call the step. The gradients are still there."""
+        plan = self._prepared
+        if plan is None:
+            request = self._request(None, None)
+            if not request.parameters:
+                return
+            grads = [p.grad for p in request.parameters if p.grad is not None]
+            total_norm, stats = lists.grad_stats(grads, self.norm_type, groups=request.groups)
+            plan = Plan(request, total_norm.unsqueeze(1), stats, None, fused=False, found_inf=True)
+        self._plan = plan
+        self._applied = False
+        self._skipped = self._skipped + 1
+
+
+def _scaler_is_calling(depth: int = 12) -> bool:
+    """Whether a GradScaler called the step. It does so for an optimizer that is not fused, without a sign."""
+    code = GradScaler._maybe_opt_step.__code__
+    frame = sys._getframe(1)
+    for _ in range(depth):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code is code:
+            return True
+    return False
+
+
+def handle_of(optimizer: torch.optim.Optimizer) -> Handle | None:
+    """The handle of an attached optimizer."""
+    return vars(optimizer).get(ATTRIBUTE)

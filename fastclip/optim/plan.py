@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One pass over the gradients of an optimizer, and what it means for the step that follows.
+
+Two ways lead to the same update. Torch's fused optimizers take two device scalars: `grad_scale`, by which
+their kernel divides each gradient, and `found_inf`, on which it does nothing. There the gradients are only
+read here. For every other optimizer they are clipped in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam
+
+from .. import loss_scale
+from ..backends import reference
+from ..collect import require_extremes
+from ..distributed import lists
+from ..stats import GradStats, describe_nonfinite
+from .wrapping import attributes, without_gradients
+
+
+@dataclass
+class Request:
+    """What a step asks for.
+
+    Attributes:
+        parameters: those of the optimizer that have a gradient.
+        groups, labels: the number of each gradient's group and the label by number; empty for one norm.
+        grad_scale: what the gradients are still multiplied with, one element; None where they are not.
+        found_inf: other than 0 where somebody else found NaN or Inf in them; None where nobody looked.
+        names: gives the parameters' names; called only where they are needed.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameters: list[Tensor]
+    max_norm: float | Tensor
+    norm_type: float
+    nonfinite: str
+    groups: Sequence[int] = ()
+    labels: Sequence[Hashable] = ()
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    names: Callable[[], list[str]] = list
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a loss scaler stands behind the step. It leaves out what overflowed in every mode."""
+        return self.grad_scale is not None or self.found_inf is not None
+
+    @property
+    def mode(self) -> str:
+        """The `nonfinite` mode of the pass."""
+        return "skip" if self.is_scaled or self.nonfinite == "error" else self.nonfinite
+
+
+@dataclass
+class Plan:
+    """How a step is to be made.
+
+    Attributes:
+        summary, stats: what the pass found, see :func:`fastclip.backends.reference.clip_`.
+        inv_scale: what makes the gradients' true values of those the pass read; None where they were true.
+        fused: whether the optimizer's kernel takes `grad_scale` and `found_inf`.
+        found_inf: whether the step is to be left out: a bool where the host knows, else [], float32.
+        grad_scale: for the kernel; None where it need not change the gradients.
+        in_place: whether the gradients have been unscaled and clipped.
+    """
+
+    request: Request
+    summary: Tensor
+    stats: Tensor
+    inv_scale: Tensor | None
+    fused: bool
+    found_inf: bool | Tensor = False
+    grad_scale: Tensor | None = None
+    in_place: bool = False
+
+    def grad_stats(self) -> GradStats:
+        """The statistics, with names."""
+        r = self.request
+        return GradStats(self.summary, self.stats, r.names(), r.norm_type, r.labels, self.inv_scale)
+
+    def apply(self, stack: ExitStack) -> None:
+        """Bring the optimizer into the state for its step, until `stack` is closed."""
+        optimizer = self.request.optimizer
+        flag: Tensor | None = None
+        if isinstance(self.found_inf, Tensor):
+            flag = self.found_inf
+            new = _parameters_without_momentum(optimizer, self.request.parameters)
+            stack.callback(_zero_new_momentum, optimizer, new, flag)
+        elif self.found_inf:
+            stack.enter_context(without_gradients(self.request.parameters))
+        if flag is not None or self.grad_scale is not None or self.request.is_scaled:
+            stack.enter_context(attributes(optimizer, grad_scale=self.grad_scale, found_inf=flag))
+
+
+def make(request: Request) -> Plan:
+    """Read the gradients once and, where the optimizer's kernel cannot clip them, clip them in place.
+
+    Raises:
+        RuntimeError: `nonfinite` is "error" and NaN or Inf was found. Nothing was changed.
+        ValueError: float16 gradients that would have to be unscaled in place.
+    """
+    grads = [p.grad for p in request.parameters if p.grad is not None]
+    require_extremes(grads, request.norm_type)
+    inv_scale = None if request.grad_scale is None else loss_scale.inverse(request.grad_scale)
+    fused = _is_fused(request.optimizer)
+    if fused and not request.groups and request.mode != "zero":
+        total_norm, stats = lists.grad_stats(grads, request.norm_type)
+        # The kernels take a float32 scalar, which would round the coefficient of float64 gradients.
+        if total_norm.dtype is not torch.float64:
+            return _plan_hand_over(request, stats, inv_scale)
+    return _clip_in_place(request, grads, inv_scale, fused)
+
+
+def _plan_hand_over(request: Request, stats: Tensor, inv_scale: Tensor | None) -> Plan:
+    summary = reference.summarize(stats, request.norm_type, request.max_norm, (), inv_scale, torch.float32)
+    plan = Plan(request, summary, stats, inv_scale, fused=True, grad_scale=request.grad_scale)
+    plan.found_inf = _found_inf(plan)
+    clip_coef = summary[0, 1]
+    # On the CPU the coefficient is known, and a kernel without grad_scale writes no gradients.
+    if not _host_knows(clip_coef) or clip_coef != 1:
+        plan.grad_scale = clip_coef.reciprocal()
+        if request.grad_scale is not None:
+            plan.grad_scale = plan.grad_scale * request.grad_scale.to(plan.grad_scale).reshape(())
+    return plan
+
+
+def _clip_in_place(request: Request, grads: list[Tensor], inv_scale: Tensor | None, fused: bool) -> Plan:
+    if inv_scale is not None:
+        loss_scale.require_unscalable(grads)
+    r = request
+    summary, stats = lists.clip_(grads, r.max_norm, r.norm_type, r.mode, r.groups, inv_scale)
+    plan = Plan(request, summary, stats, inv_scale, fused, in_place=True)
+    plan.found_inf = _found_inf(plan)
+    return plan
+
+
+def _found_inf(plan: Plan) -> bool | Tensor:
+    """Whether the step is to be left out. The host waits for the answer only where it has to know."""
+    request = plan.request
+    if request.mode != "skip":
+        return False
+    found = (plan.summary[:, 2] > 0).any()
+    if request.found_inf is not None:
+        found = found | (request.found_inf.to(found.device) != 0).any()
+    raises = request.nonfinite == "error" and not request.is_scaled
+    if plan.fused and not raises and not _host_knows(found) and not _needs_truth(request):
+        return found.to(torch.float32)
+    _require_readable(found)
+    if bool(found) and raises:
+        raise RuntimeError(
+            f"{describe_nonfinite(plan.grad_stats())}. No gradient and no parameter was changed "
+            "(nonfinite='error')."
+        )
+    return bool(found)
+
+
+def _host_knows(number: Tensor) -> bool:
+    """Whether reading the number costs no waiting."""
+    return number.device.type == "cpu"
+
+
+def _require_readable(flag: Tensor) -> None:
+    if flag.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "expected a fused optimizer or nonfinite='propagate' while a CUDA graph is captured, but "
+            "otherwise the host has to read, in each step, whether NaN or Inf was found"
+        )
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all of the optimizer's groups with gradients are updated by a kernel that can clip.
+
+    The groups decide: `fused` can be given to each and overrules what the optimizer was made with.
+    """
+    if not any(type(optimizer).step is kind.step for kind in (Adam, SGD, Adagrad)):
+        return False
+    groups = [g for g in optimizer.param_groups if any(p.grad is not None for p in g["params"])]
+    return all(group.get("fused") for group in groups)
+
+
+def _parameters_without_momentum(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
+) -> list[Tensor]:
+    """Those for which SGD is about to make a momentum buffer."""
+    if not isinstance(optimizer, SGD) or not any(group["momentum"] for group in optimizer.param_groups):
+        return []
+    return [p for p in parameters if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+
+
+def _zero_new_momentum(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], found_inf: Tensor
+) -> None:
+    """torch's fused SGD leaves the buffers of a skipped first step uninitialised, whatever memory holds."""
+    for parameter in parameters:
+        buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
+        if buffer is not None:
+            buffer.masked_fill_(found_inf.to(buffer.device) != 0, 0)
+
+
+def _needs_truth(request: Request) -> bool:
+    """Whether the update differs for the first step that is applied: SGD does not dampen its momentum then.
+
+    Zeros in the buffers cannot tell the kernel that, so the host leaves the step out by itself.
+    """
+    new = _parameters_without_momentum(request.optimizer, request.parameters)
+    return bool(new) and any(group["dampening"] for group in request.optimizer.param_groups)
