@@ -112,15 +112,14 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: the scale is 0.
         """
-        found = [
-            value
-            for record in self._per_optimizer_states.values()
-            for value in record["found_inf_per_device"].values()
-        ]
+        if not self._enabled:
+            return
+        records = self._per_optimizer_states.values()
+        found = [flag for record in records for flag in record["found_inf_per_device"].values()]
         super().update(new_scale)
-        if self._enabled and self._scale is not None:
-            self._count(found, self._scale.device)
-            self._watch(self._scale)
+        assert self._scale is not None  # torch has raised otherwise
+        self._count(found, self._scale.device)
+        self._watch(self._scale)
 
     def _count(self, found: list[Tensor], device: torch.device) -> None:
         if not found:

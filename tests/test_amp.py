@@ -18,7 +18,7 @@ from fastclip.optim import plan
 from training import MAX_NORM, OPTIMIZERS, TorchRun
 
 STEPS = 50
-INIT = {"init_scale": 1024.0, "growth_interval": 3, "growth_factor": 4.0}
+INIT = {"init_scale": 64.0, "growth_interval": 3, "growth_factor": 4.0}
 WAYS = [
     "torch",  # plain scaler, attach is not told
     "torch_told",  # attach(scaler=)
@@ -57,11 +57,23 @@ class ShadowScaler:
         self.scaler.update()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_step_is_torchs_unscale_clip_and_step(name, way, host_knows):
-    if way.startswith("clip") and not host_knows:
-        pytest.skip("nothing is handed over")
+def cases_of_steps() -> list[tuple[str, str, bool]]:
+    """Optimizer, way, and whether the host knows the flag: only a fused kernel can go without that."""
+    cases = []
+    for name in OPTIMIZERS:
+        for way in WAYS:
+            if way.startswith("clip") and name.startswith("sgd_fused"):
+                continue  # not attached: torch's kernel leaves memory as it found it in a skipped first step
+            cases.append((name, way, True))
+            if name in training.FUSED and not way.startswith("clip"):
+                cases.append((name, way, False))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "way", "host"), cases_of_steps())
+def test_step_is_torchs_unscale_clip_and_step(name, way, host, monkeypatch):
+    if not host:
+        monkeypatch.setattr(plan, "_host_knows", lambda number: False)
     gold, shadow = TorchRun(name), ShadowScaler()
     params = training.parameters()
     optimizer = OPTIMIZERS[name](params)
@@ -69,7 +81,8 @@ def test_step_is_torchs_unscale_clip_and_step(name, way, host_knows):
     handle = None
     if not way.startswith("clip"):
         handle = fastclip.attach(optimizer, MAX_NORM, scaler=scaler if "told" in way else None)
-    skipped = 0
+    # Only a plain scaler that attach was not told of can leave a step out unseen, by not calling it.
+    unseen = way in ("torch", "torch_unscale") and not hasattr(optimizer, "_step_supports_amp_scaling")
     for step, grads in enumerate(training.gradients(STEPS), 1):
         scaler.scale(torch.zeros(()))
         total_norm = gold.step(grads)
@@ -77,43 +90,32 @@ def test_step_is_torchs_unscale_clip_and_step(name, way, host_knows):
         if "unscale" in way:
             scaler.unscale_(optimizer)
         if handle is None:
-            clipped = fastclip.clip_(params, MAX_NORM, scaler=scaler, optimizer=optimizer)
+            stats = fastclip.clip_(params, MAX_NORM, scaler=scaler, optimizer=optimizer)
         scaler.step(optimizer)
         scaler.update()
         shadow.step(grads)
         applied = training.is_finite(grads)
-        skipped += not applied
-        stats = handle.stats if handle is not None else clipped
+        if handle is not None:
+            stats = handle.stats
+            assert handle.last_step_applied is (None if unseen else applied)
         if applied:
             assert stats.total_norm.item() == pytest.approx(total_norm.item(), rel=1e-6)
             assert stats.per_tensor.norm[0].item() == pytest.approx(grads[0].norm().item(), rel=1e-5)
             for p, q in zip(params, gold.params, strict=True):
                 torch.testing.assert_close(p.grad, q.grad, rtol=2.4e-7, atol=0)
-        elif handle is None or "told" in way or "fastclip" in way or name in training.FUSED[:5]:
+        elif not unseen:
             assert stats.nan_count + stats.inf_count == 1
-        training.assert_same_parameters(params, gold, step)
-        training.assert_same_state(optimizer, gold, step)
+        if step in training.CHECKED:
+            training.assert_same_parameters(params, gold, step)
+            training.assert_same_state(optimizer, gold, step)
         assert scaler.get_scale() == shadow.scaler.get_scale()
         assert scaler._get_growth_tracker() == shadow.scaler._get_growth_tracker()
-        if handle is not None:
-            assert_what_is_known(handle, applied, name, way)
     assert scaler.state_dict() == shadow.scaler.state_dict()
-    if handle is not None and handle.last_step_applied is not None:
-        assert handle.skipped_steps == skipped == 5
+    if handle is not None and not unseen:
+        assert handle.skipped_steps == 5
     if "fastclip" in way:
         assert (scaler.overflows, scaler.consecutive_overflows) == (5, 0)
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
-
-
-def assert_what_is_known(handle, applied, name, way):
-    """Only a plain scaler that attach was not told of can leave out a step unseen, without calling it."""
-    calls_always = name in training.FUSED[:5] or name == "adamw_partly_fused"
-    if way in ("torch", "torch_unscale") and not OPTIMIZERS[name](training.parameters()).__dict__.get(
-        "_step_supports_amp_scaling"
-    ):
-        assert handle.last_step_applied is None
-    else:
-        assert handle.last_step_applied is applied, calls_always
 
 
 @pytest.mark.parametrize("name", ["adamw_fused", "sgd_fused", "sgd_fused_dampened", "adagrad_fused"])
@@ -125,18 +127,19 @@ def test_float16_parameters_with_a_fused_optimizer(name, way, host_knows):
     fastclip.attach(optimizer, MAX_NORM)
     scaler = make_scaler(way)
     for grads in training.gradients(10, torch.float16):
-        grads = [g * 2**-9 for g in grads]
         scaler.scale(torch.zeros(()))
-        training.set_gradients(params, grads, scaler.get_scale())
-        finite = training.is_finite([p.grad for p in params])
+        scale = scaler.get_scale()
+        training.set_gradients(params, grads)  # as they come, scaled
         scaler.step(optimizer)
         scaler.update()
-        if finite:
-            training.set_gradients(gold_params, [g.float() for g in grads])
-            fastclip.clip_grad_norm_(gold_params, MAX_NORM)
+        if training.is_finite(grads):
+            training.set_gradients(gold_params, grads)
+            total_norm = torch.cat([g.double().flatten() / scale for g in grads]).norm()
+            gold.grad_scale = (scale / (MAX_NORM / (total_norm + 1e-6)).clamp(max=1.0)).float()
+            gold.found_inf = torch.zeros(())
             gold.step()
         for p, q in zip(params, gold_params, strict=True):
-            torch.testing.assert_close(p, q, rtol=4e-3, atol=4e-3, equal_nan=True)
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("call", ["attach", "clip", "unscale_"])
@@ -148,7 +151,9 @@ def test_float16_gradients_are_not_unscaled_in_place(call):
     p.grad = torch.ones_like(p)
     if call == "attach":
         fastclip.attach(optimizer, 1.0)
-    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients.*gradient 0 with shape \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"Attempting to unscale FP16 gradients.*gradient 0 with shape \[3\]"
+    ):
         if call == "clip":
             fastclip.clip_grad_norm_([p], 1.0, scaler=scaler, optimizer=optimizer)
         elif call == "unscale_":
@@ -307,11 +312,11 @@ def test_several_optimizers_share_a_scaler():
             handles = [fastclip.attach(o, 1e9, scaler=scaler) for o in optimizers] if attach else []
             scaler.scale(torch.zeros(()))
             training.set_gradients(first, [torch.full(s, NAN) for s in training.SHAPES])
-            training.set_gradients(second, [torch.ones(s) for s in training.SHAPES], 1024.0)
+            training.set_gradients(second, [torch.ones(s) for s in training.SHAPES], 64.0)
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
-            assert scaler.get_scale() == 512.0
+            assert scaler.get_scale() == 32.0
             assert [h.last_step_applied for h in handles] == ([False, True] if attach else [])
             for handle in reversed(handles):
                 handle.detach()
@@ -344,7 +349,7 @@ def test_growth_backoff_and_set_scale_are_torchs():
             params[0].grad.fill_(value)
             scaler.step(optimizer)
             scaler.update()
-        scaler.update(64.0) if False else None
+        optimizer.zero_grad()
         scaler.scale(params[0].sum()).backward()
         scaler.step(optimizer)
         scaler.update(new_scale=16.0)
@@ -374,7 +379,7 @@ def test_torchs_own_errors_stay():
 
 
 def test_consecutive_overflows():
-    params, optimizer, scaler = scaled(kind=fastclip.GradScaler)
+    params, optimizer, scaler = scaled(scale=1024.0, kind=fastclip.GradScaler)
     assert (scaler.overflows, scaler.consecutive_overflows, scaler.stats) == (0, 0, None)
     seen = []
     for value in (INF, INF, 1.0, NAN, INF, NAN):
@@ -394,7 +399,9 @@ def test_a_scale_below_one_warns_once_and_zero_raises():
     scales = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with pytest.raises(RuntimeError, match=r"loss scale has fallen to 0 after (\d+) overflows, \1 of them"):
+        with pytest.raises(
+            RuntimeError, match=r"loss scale has fallen to 0 after (\d+) overflows, \1 of them"
+        ):
             for _ in range(200):
                 for p in params:
                     p.grad = torch.full_like(p, NAN)
@@ -443,7 +450,9 @@ def test_a_step_that_passes_the_scaler_by():
     params, optimizer, scaler = scaled()
     fastclip.attach(optimizer, 1.0, scaler=scaler)
     before = [p.data.clone() for p in params]
-    with pytest.raises(RuntimeError, match=r"still scaled.*call scaler.step\(optimizer\). Nothing was changed"):
+    with pytest.raises(
+        RuntimeError, match=r"still scaled.*call scaler.step\(optimizer\). Nothing was changed"
+    ):
         optimizer.step()
     with pytest.raises(RuntimeError, match="not by the scaler that it was attached with"):
         other = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -480,7 +489,7 @@ def test_a_step_that_raises_under_a_scaler(name, way):
 
     hook = optimizer.register_step_pre_hook(fail)
     scaler.scale(torch.zeros(()))
-    training.set_gradients(params, grads, 1024.0)
+    training.set_gradients(params, grads, 64.0)
     with pytest.raises(KeyError):
         scaler.step(optimizer)
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()

@@ -65,8 +65,9 @@ def test_step_is_torchs_clip_and_step(name, host_knows):
         else:
             assert_bitwise_equal([p.grad for p in params], grads)
             assert handle.stats.nan_count + handle.stats.inf_count == 1
-        training.assert_same_parameters(params, gold, step)
-        training.assert_same_state(optimizer, gold, step)
+        if step in training.CHECKED:
+            training.assert_same_parameters(params, gold, step)
+            training.assert_same_state(optimizer, gold, step)
     assert handle.skipped_steps == skipped == 5
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
 
