@@ -14,14 +14,15 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from . import bars, compiled, machine, overhead, report, rows
+from . import bars, compiled, machine, overhead, phases, report, rows
 from .bars import Verdict
 from .compiled import Comparison
+from .phases import PhaseRow
 from .rows import Row
 from .timing import Bandwidth, Times
 from .workloads import DTYPES, SMOKE, WORKLOADS
 
-TABLES = ("clip", "embedding", "compiled", "overhead")
+TABLES = ("clip", "embedding", "phase", "compiled", "overhead")
 
 _T = TypeVar("_T")
 
@@ -35,6 +36,7 @@ class Results:
 
     clip: list[Row] = field(default_factory=list)
     embedding: list[Row] = field(default_factory=list)
+    phase: list[PhaseRow] = field(default_factory=list)
     compiled: list[Comparison] = field(default_factory=list)
     host: dict[int, tuple[Times, Times]] = field(default_factory=dict)
     memory: dict[str, list[int | None]] = field(default_factory=dict)
@@ -44,12 +46,12 @@ class Results:
 
     @property
     def all_reached(self) -> bool:
-        verdicts = [v for row in self.clip + self.embedding for v in row.verdicts]
+        verdicts = [v for row in (*self.clip, *self.embedding, *self.phase) for v in row.verdicts]
         return all(v.reached for v in verdicts + self.memory_verdicts + self.import_verdicts)
 
     @property
     def parity_failed(self) -> bool:
-        return any(row.failed for row in self.clip + self.embedding)
+        return any(row.failed for row in (*self.clip, *self.embedding, *self.phase))
 
     def summary(self) -> dict[str, object]:
         """For the JSON file. First and second of a row: torch and fastclip; embedding: dense and zero."""
@@ -57,6 +59,7 @@ class Results:
             "smoke": SMOKE,
             "clip": [row.summary() for row in self.clip],
             "embedding": [row.summary() for row in self.embedding],
+            "phase": [row.summary() for row in self.phase],
             "compiled": [
                 {"what": c.what, "torch": c.torch.summary(), "fastclip": c.fastclip.summary()}
                 for c in self.compiled
@@ -115,6 +118,9 @@ def _measure(options: argparse.Namespace) -> Results:
     if "embedding" in tables:
         for dtype in _progress(options.dtype or DTYPES, "embedding"):
             results.embedding += rows.compare_embeddings(dtype)
+    if "phase" in tables:
+        for setting in _progress(phases.settings(), "phase"):
+            results.phase.append(phases.measure(setting))
     if "compiled" in tables:
         for dtype in _progress(options.dtype or compiled.DTYPES, "compiled"):
             results.compiled += compiled.compare_clipping(dtype)
@@ -130,6 +136,8 @@ def _grids(results: Results) -> list[report.Grid]:
         grids.append(report.clip_grid(results.clip))
     if results.embedding:
         grids.append(report.embedding_grid(results.embedding))
+    if results.phase:
+        grids.append(report.phase_grid(results.phase))
     if results.compiled:
         grids.append(report.compiled_grid(results.compiled))
     if results.host:

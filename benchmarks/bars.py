@@ -32,6 +32,12 @@ NORM_ERROR = 1e-6
 ZERO_OVER_DENSE = 1.0
 ZERO_OVER_DENSE_ALLOWANCE = 0.05
 
+# (workload, dtype, fused, scaled, clipped) -> the same for the whole phase of the optimizer.
+PHASE: dict[tuple[str, str, bool, bool, bool], float] = {
+    ("gpt2_124m", "float32", True, False, False): 1.25,
+    ("gpt2_124m", "float32", True, True, False): 1.5,
+}
+
 # Peak memory that a call adds, as a share of the gradients' bytes. The table of chunks takes 0.02 %.
 PEAK_MEMORY_SHARE = 0.01
 
@@ -55,6 +61,12 @@ def judge_ratio(case: tuple[str, str, bool], ratio: float, read_share: float | N
     if (bar := READ_SHARE.get(case)) is not None and read_share is not None:
         verdicts.append(_verdict(read_share >= bar, f"{bar:.0%}"))
     return verdicts
+
+
+def judge_phase(case: tuple[str, str, bool, bool, bool], ratio: float) -> list[Verdict]:
+    """The bar of a row of the optimizer's phase; none for most."""
+    bar = PHASE.get(case)
+    return [] if bar is None else [_verdict(ratio >= bar, f"{bar:.2f}x")]
 
 
 def judge_zero_rows(zero_over_dense: float) -> Verdict:

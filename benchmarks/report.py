@@ -13,6 +13,7 @@ from rich.table import Table
 from . import bars, overhead
 from .bars import Verdict
 from .compiled import Comparison
+from .phases import PhaseRow, bytes_moved
 from .rows import Row
 from .timing import Times
 
@@ -55,7 +56,7 @@ def _clip(clipped: bool) -> str:
     return "yes" if clipped else "no"
 
 
-def _bars(row: Row) -> str:
+def _bars(row: Row | PhaseRow) -> str:
     if row.failed:
         return "FAILED"
     if row.note:
@@ -115,6 +116,29 @@ def embedding_grid(rows: Sequence[Row]) -> Grid:
         dense, zero = (number(t.median_ms) for t in row.times) if row.times else ("-", "-")
         slower = number(1 / row.ratio) if row.ratio else "-"
         grid.rows.append([row.dtype, _clip(row.clipped), dense, zero, slower, _bars(row)])
+    return grid
+
+
+def phase_grid(rows: Sequence[PhaseRow]) -> Grid:
+    headers = "workload|dtype|optimizer|scaled|clip|torch\nms|fastclip\nms|ratio|bar"
+    grid = Grid(
+        "Unscaling, clipping and the step: torch's way against fastclip attached",
+        [*headers.split("|"), "passes over gradients\ntorch / fastclip", "GB moved\ntorch / fastclip"],
+        labels=5,
+        notes=["R reads the gradients, W writes them; each word is a call or a pass of a kernel."],
+    )
+    grid.notes += [f"{r.setting.workload} {r.setting.dtype}: {r.note}" for r in rows if r.note]
+    for row in rows:
+        s = row.setting
+        passes = s.torch_passes, s.fastclip_passes
+        torch_ms, fastclip_ms = (number(t.median_ms) for t in row.times) if row.times else ("-", "-")
+        grid.rows.append(
+            [
+                *(s.workload, s.dtype, s.optimizer, _clip(s.scaled), _clip(s.clipped)),
+                *(torch_ms, fastclip_ms, _times(row.ratio), _bars(row), " / ".join(passes)),
+                " / ".join(number(bytes_moved(p, row.nbytes) / 1e9) for p in passes),
+            ]
+        )
     return grid
 
 

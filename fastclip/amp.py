@@ -12,7 +12,8 @@ from torch import Tensor
 
 from . import loss_scale
 from .distributed import lists
-from .optim import handle_of
+from .optim import Handle, handle_of
+from .optim.plan import Plan
 from .stats import GradStats
 
 
@@ -36,7 +37,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._running_step = False
-        self._stats: GradStats | None = None
+        self._last: GradStats | Plan | None = None  # a plan makes its statistics, with names, when asked
         self._counts: Tensor | None = None  # [2]: overflows, consecutive overflows
         self._warned = False
         self._late_scale: _LateNumber | None = None
@@ -44,7 +45,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def stats(self) -> GradStats | None:
         """What the last pass over gradients found, of true ones, not scaled; None before the first."""
-        return self._stats
+        return self._last.grad_stats() if isinstance(self._last, Plan) else self._last
 
     @property
     def overflows(self) -> int:
@@ -75,12 +76,12 @@ class GradScaler(torch.amp.GradScaler):
             found = self._unscale(optimizer, inv_scale, allow_fp16)
         return {} if found is None else {found.device: found}
 
-    def _plan_step(self, handle: Any, optimizer: torch.optim.Optimizer) -> Tensor | None:
+    def _plan_step(self, handle: Handle, optimizer: torch.optim.Optimizer) -> Tensor | None:
         assert self._scale is not None
         plan = handle.prepare(self._scale)
         if plan is None:
             return None
-        self._stats = plan.grad_stats()
+        self._last = plan
         if plan.in_place:
             loss_scale.mark_unscaled(self, optimizer)
         if isinstance(plan.found_inf, Tensor):
@@ -102,9 +103,9 @@ class GradScaler(torch.amp.GradScaler):
         total_norm, stats = lists.grad_stats(grads, 2.0)
         names = [f"parameters[{i}]" for i in range(len(grads))]
         summary = (total_norm * true_inverse.to(total_norm)).unsqueeze(1)
-        self._stats = GradStats(summary, stats, names, 2.0, (), true_inverse)
+        self._last = found = GradStats(summary, stats, names, 2.0, (), true_inverse)
         lists.scale_(grads, inv_scale)  # 1 touches nothing
-        return self._stats.found_inf
+        return found.found_inf
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """See torch.amp.GradScaler.update; counts overflows and watches the scale.
@@ -154,6 +155,7 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_late_scale"] = None  # holds an event of the device
+        state["_last"] = None  # holds the parameters
         return state
 
 

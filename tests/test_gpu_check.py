@@ -29,7 +29,14 @@ def test_without_a_gpu_it_says_so_and_has_a_status_of_its_own():
 def test_the_tables():
     result = run("benchmarks.gpu.tables")
     assert result.returncode in (0, gpu_check.BAR_MISSED), result.stderr
-    for words in ("torch foreach", "torch.compile", "copy GB/s", "### Bars", "smoke, bfloat16"):
+    for words in (
+        "torch foreach",
+        "torch.compile",
+        "copy GB/s",
+        "### Bars",
+        "smoke, bfloat16",
+        "smoke, float32, AdamW fused | yes",
+    ):
         assert words in result.stdout
     assert (result.returncode == gpu_check.BAR_MISSED) == ("MISSED" in result.stdout)
 

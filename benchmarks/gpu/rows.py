@@ -142,7 +142,7 @@ def make_parameters(workload: Workload, device: Device) -> list[torch.nn.Paramet
     return made
 
 
-def _exact_norm(grads: list[Tensor]) -> float:
+def exact_norm(grads: list[Tensor]) -> float:
     squares = [piece.double().square().sum() for g in grads for piece in g.reshape(-1).split(1 << 26)]
     return torch.stack(squares).sum().sqrt().item()
 
@@ -154,7 +154,7 @@ def measure(workload: Workload, device: Device, repeats: int) -> Row:
     grads = [p.grad for p in parameters if p.grad is not None]
     nbytes = sum(g.nbytes for g in grads)
     row = Row(workload, nbytes, copy_bandwidth(device, max(nbytes, 1 << 16), repeats))
-    exact = _exact_norm(grads)
+    exact = exact_norm(grads)
     clips = providers(len(grads), device)
     for name, clip in list(clips.items()):
         norm = float(clip(parameters, UNCLIPPED))  # type: ignore[arg-type]

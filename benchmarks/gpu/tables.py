@@ -9,6 +9,7 @@ import sys
 import torch
 
 from ..workloads import SMOKE
+from . import phases
 from .rows import Row, measure, measure_ops, workloads
 from .timing import Device
 
@@ -85,6 +86,8 @@ def main() -> int:
     }
     for what, title in titles.items():
         print(f"### {title}\n\n{clip_table(rows, what)}\n")
+    phase_rows = phases.measure_all(device, repeats)
+    print(f"### Unscaling, clipping and the step\n\n{_table(phases.HEADER, phase_rows)}\n")
     print(f"### Bandwidth\n\n{bandwidth_table(rows)}\n\n### Bars\n\n" + "\n".join(lines))
     return BAR_MISSED if any("MISSED" in line for line in lines) else 0
 
