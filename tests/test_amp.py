@@ -118,6 +118,27 @@ def test_step_is_torchs_unscale_clip_and_step(name, way, host, monkeypatch):
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
+@pytest.mark.parametrize("way", ["torch", "torch_told", "fastclip"])
+@pytest.mark.parametrize("name", ["adamw_fused", "adam_foreach"])
+def test_what_a_scaler_finds_is_skipped_in_every_mode(name, way, nonfinite, host_knows):
+    params = training.parameters()
+    optimizer = OPTIMIZERS[name](params)
+    scaler = make_scaler(way)
+    handle = fastclip.attach(
+        optimizer, MAX_NORM, nonfinite=nonfinite, scaler=scaler if "told" in way else None
+    )
+    scaler.scale(torch.zeros(()))
+    training.set_gradients(params, next(training.gradients(1)), 64.0)
+    before = [p.data.clone() for p in params]
+    scaler.step(optimizer)
+    scaler.update()
+    assert_bitwise_equal([p.data for p in params], before)
+    assert scaler.get_scale() == 32.0
+    if (name, way) != ("adam_foreach", "torch"):
+        assert handle.last_step_applied is False and handle.skipped_steps == 1
+
+
 @pytest.mark.parametrize("name", ["adamw_fused", "sgd_fused", "sgd_fused_dampened", "adagrad_fused"])
 @pytest.mark.parametrize("way", ["torch", "fastclip"])
 def test_float16_parameters_with_a_fused_optimizer(name, way, host_knows):

@@ -5,6 +5,8 @@ import copy
 import gc
 import math
 import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -91,6 +93,27 @@ def test_other_dtypes(name, dtype, host_knows):
         # torch's Adam divides 0 by 0 where the square of a small float16 gradient underflows.
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance, equal_nan=True)
         torch.testing.assert_close(p.grad, q.grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad", "Derived"])
+def test_fused_kernels_clip_by_themselves(kind):
+    """In a fresh process: torch wraps the step of a class anew when it first makes an optimizer of it."""
+    code = (
+        "import torch, fastclip\n"
+        "class Derived(torch.optim.AdamW): pass\n"
+        "class Own(torch.optim.AdamW):\n"
+        "    def step(self, closure=None): return super().step(closure)\n"
+        "p = torch.nn.Parameter(torch.ones(3))\n"
+        "p.grad = torch.ones(3)\n"
+        f"for kind in ({kind if kind == 'Derived' else 'torch.optim.' + kind}, Own):\n"
+        "    optimizer = kind([p], lr=0.1, fused=True)\n"
+        "    handle = fastclip.attach(optimizer, 1.0)\n"
+        "    optimizer.step()\n"
+        "    print(handle._plan.fused, handle._plan.in_place)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    # A step that somebody else wrote may do anything with what it finds: its gradients are clipped for it.
+    assert done.stdout == "True False\nFalse True\n", done.stderr
 
 
 def test_an_unclipped_step_on_the_cpu_hands_nothing_over_and_writes_no_gradient():

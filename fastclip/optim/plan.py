@@ -8,13 +8,14 @@ read here. For every other optimizer they are clipped in place.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam
+from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from .. import loss_scale
 from ..backends import reference
@@ -179,7 +180,9 @@ def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
     The groups decide: `fused` can be given to each and overrules what the optimizer was made with.
     """
-    if not any(type(optimizer).step is kind.step for kind in (Adam, SGD, Adagrad)):
+    # Unwrapped, since torch wraps the step of a class anew when it first makes an instance of it.
+    own_step = inspect.unwrap(type(optimizer).step)
+    if not any(own_step is inspect.unwrap(kind.step) for kind in (Adam, AdamW, SGD, Adagrad)):
         return False
     groups = [g for g in optimizer.param_groups if any(p.grad is not None for p in g["params"])]
     return all(group.get("fused") for group in groups)
