@@ -254,7 +254,8 @@ class Handle:
                 return
             grads = [p.grad for p in request.parameters if p.grad is not None]
             total_norm, stats = lists.grad_stats(grads, self.norm_type, groups=request.groups)
-            plan = Plan(request, total_norm.unsqueeze(1), stats, None, fused=False, found_inf=True)
+            summary = total_norm.unsqueeze(1)
+            plan = Plan(request, stats, None, fused=False, known_summary=summary, found_inf=True)
         self._plan = plan
         self._applied = False
         self._skipped = self._skipped + 1

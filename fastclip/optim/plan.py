@@ -64,7 +64,8 @@ class Plan:
     """How a step is to be made.
 
     Attributes:
-        summary, stats: what the pass found, see :func:`fastclip.backends.reference.clip_`.
+        stats, summary: what the pass found, see :func:`fastclip.backends.reference.clip_`. The summary is
+            made when it is asked for, where the step can do without.
         inv_scale: what makes the gradients' true values of those the pass read; None where they were true.
         fused: whether the optimizer's kernel takes `grad_scale` and `found_inf`.
         found_inf: whether the step is to be left out: a bool where the host knows, else [], float32.
@@ -73,13 +74,22 @@ class Plan:
     """
 
     request: Request
-    summary: Tensor
     stats: Tensor
     inv_scale: Tensor | None
     fused: bool
+    known_summary: Tensor | None = None
     found_inf: bool | Tensor = False
     grad_scale: Tensor | None = None
     in_place: bool = False
+
+    @property
+    def summary(self) -> Tensor:
+        if self.known_summary is None:
+            r = self.request
+            self.known_summary = reference.summarize(
+                self.stats, r.norm_type, r.max_norm, r.groups, self.inv_scale, torch.float32
+            )
+        return self.known_summary
 
     def grad_stats(self) -> GradStats:
         """The statistics, with names."""
@@ -115,15 +125,21 @@ def make(request: Request) -> Plan:
         total_norm, stats = lists.grad_stats(grads, request.norm_type)
         # The kernels take a float32 scalar, which would round the coefficient of float64 gradients.
         if total_norm.dtype is not torch.float64:
-            return _plan_hand_over(request, stats, inv_scale)
+            return _plan_hand_over(request, total_norm[0], stats, inv_scale)
     return _clip_in_place(request, grads, inv_scale, fused)
 
 
-def _plan_hand_over(request: Request, stats: Tensor, inv_scale: Tensor | None) -> Plan:
-    summary = reference.summarize(stats, request.norm_type, request.max_norm, (), inv_scale, torch.float32)
-    plan = Plan(request, summary, stats, inv_scale, fused=True, grad_scale=request.grad_scale)
-    plan.found_inf = _found_inf(plan)
-    clip_coef = summary[0, 1]
+def _plan_hand_over(request: Request, norm: Tensor, stats: Tensor, inv_scale: Tensor | None) -> Plan:
+    plan = Plan(request, stats, inv_scale, fused=True, grad_scale=request.grad_scale)
+    if _host_knows(norm) and bool(norm.isfinite()):
+        # Then every element is finite too, and the few numbers left are told faster than a summary is made.
+        if inv_scale is not None:
+            norm = (norm.double() * inv_scale).float().reshape(())
+        clip_coef = reference.clip_coefficient(norm, request.max_norm)
+        found = ~(clip_coef >= 0)
+    else:
+        clip_coef, found = plan.summary[0, 1], plan.summary[0, 2] > 0
+    plan.found_inf = _found_inf(plan, found)
     # On the CPU the coefficient is known, and a kernel without grad_scale writes no gradients.
     if not _host_knows(clip_coef) or clip_coef != 1:
         plan.grad_scale = clip_coef.reciprocal()
@@ -137,29 +153,29 @@ def _clip_in_place(request: Request, grads: list[Tensor], inv_scale: Tensor | No
         loss_scale.require_unscalable(grads)
     r = request
     summary, stats = lists.clip_(grads, r.max_norm, r.norm_type, r.mode, r.groups, inv_scale)
-    plan = Plan(request, summary, stats, inv_scale, fused, in_place=True)
-    plan.found_inf = _found_inf(plan)
+    plan = Plan(request, stats, inv_scale, fused, summary, in_place=True)
+    plan.found_inf = _found_inf(plan, (summary[:, 2] > 0).any())
     return plan
 
 
-def _found_inf(plan: Plan) -> bool | Tensor:
+def _found_inf(plan: Plan, found: Tensor) -> bool | Tensor:
     """Whether the step is to be left out. The host waits for the answer only where it has to know."""
     request = plan.request
     if request.mode != "skip":
         return False
-    found = (plan.summary[:, 2] > 0).any()
     if request.found_inf is not None:
         found = found | (request.found_inf.to(found.device) != 0).any()
     raises = request.nonfinite == "error" and not request.is_scaled
     if plan.fused and not raises and not _host_knows(found) and not _needs_truth(request):
         return found.to(torch.float32)
     _require_readable(found)
-    if bool(found) and raises:
+    left_out = bool(found)
+    if left_out and raises:
         raise RuntimeError(
             f"{describe_nonfinite(plan.grad_stats())}. No gradient and no parameter was changed "
             "(nonfinite='error')."
         )
-    return bool(found)
+    return left_out
 
 
 def _host_knows(number: Tensor) -> bool:
