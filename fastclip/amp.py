@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from . import loss_scale
-from .distributed import lists
+from .distributed import Spread, grad_stats, scale_, spread
 from .optim import Handle, handle_of
 from .optim.plan import Plan
-from .stats import GradStats
+from .stats import GradStats, alarms_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -95,16 +95,18 @@ class GradScaler(torch.amp.GradScaler):
         parameters = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         if not parameters:
             return None
-        grads = [p.grad for p in parameters]
+        each = [p.grad for p in parameters]
         if not allow_fp16:
-            loss_scale.require_unscalable(grads)
+            loss_scale.require_unscalable(each)
+        grads = spread(parameters, each) or each
         assert self._scale is not None
         true_inverse = loss_scale.inverse(self._scale)
-        total_norm, stats = lists.grad_stats(grads, 2.0)
-        names = [f"parameters[{i}]" for i in range(len(grads))]
+        total_norm, stats = grad_stats(grads, 2.0)
+        indices = grads.indices if isinstance(grads, Spread) else range(len(each))
+        names = [f"parameters[{i}]" for i in indices]
         summary = (total_norm * true_inverse.to(total_norm)).unsqueeze(1)
-        self._last = found = GradStats(summary, stats, names, 2.0, (), true_inverse)
-        lists.scale_(grads, inv_scale)  # 1 touches nothing
+        self._last = found = GradStats(summary, stats, names, 2.0, (), true_inverse, alarms_of(grads))
+        scale_(grads, inv_scale)  # 1 touches nothing
         return found.found_inf
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

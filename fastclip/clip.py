@@ -17,8 +17,9 @@ from .collect import (
     require_foreach,
     require_max_norm,
     require_nonfinite,
+    tensors_of,
 )
-from .distributed import lists
+from .distributed import GradientList, ProcessGroups, clamp_, grad_stats, scale_, spread
 from .stats import clip_and_check
 
 # The public function and the no_grad around it lie between gradients() and the caller.
@@ -35,7 +36,7 @@ def _raise_if_nonfinite(total_norm: Tensor, norm_type: float) -> None:
 
 
 def _clip(
-    grads: list[Tensor],
+    grads: GradientList,
     max_norm: float | Tensor,
     norm_type: float,
     error_if_nonfinite: bool,
@@ -44,7 +45,7 @@ def _clip(
 ) -> Tensor:
     if error_if_nonfinite and norm_type not in (1.0, 2.0, math.inf):
         # Under other orders a NaN or Inf element may leave the norm finite, which is no error.
-        _raise_if_nonfinite(lists.grad_stats(grads, norm_type)[0][0], norm_type)
+        _raise_if_nonfinite(grad_stats(grads, norm_type)[0][0], norm_type)
     elif error_if_nonfinite:
         nonfinite = "skip"
     summary, _ = clip_and_check(grads, max_norm, norm_type, nonfinite, inv_scale=unscaling.inv_scale)
@@ -66,6 +67,7 @@ def clip_grad_norm_(
     nonfinite: str = "propagate",
     scaler: torch.amp.GradScaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    process_group: ProcessGroups = None,
 ) -> Tensor:
     """Scale the gradients in place so that their total norm is at most `max_norm`.
 
@@ -86,6 +88,10 @@ def clip_grad_norm_(
         scaler: the loss scaler of mixed precision. Gradients that are still scaled are unscaled and clipped
             in the same pass, and ``scaler.step(optimizer)`` is told of it: ``scaler.unscale_`` is not needed.
         optimizer: given together with `scaler`; `parameters` are those of this optimizer.
+        process_group: further groups of processes that hold other parameters of the model, such as the stages
+            of a pipeline: a ProcessGroup, several, or a mapping from each group to those parameters that
+            differ between its processes, such as experts; all others are replicas there and count once.
+            Shards of DTensors need no group: they know theirs.
 
     Returns:
         The total norm before clipping, a Tensor of shape [] on the device of the first gradient; float64 if
@@ -104,12 +110,12 @@ def clip_grad_norm_(
     require_nonfinite(nonfinite)
     if error_if_nonfinite and nonfinite in ("zero", "skip"):
         raise ValueError(f"expected error_if_nonfinite or nonfinite={nonfinite!r}, but got both")
-    grads = gradients(parameters, _TO_CALLER)
+    grads = gradients(parameters, _TO_CALLER, process_group)
     unscaling = loss_scale.begin(scaler, optimizer, grads)
     if not grads:
         return torch.tensor(0.0)
-    require_foreach(grads, foreach)
-    require_extremes(grads, norm_type)
+    require_foreach(tensors_of(grads), foreach)
+    require_extremes(tensors_of(grads), norm_type)
     return _clip(grads, max_norm, norm_type, error_if_nonfinite, nonfinite, unscaling)
 
 
@@ -133,8 +139,8 @@ def clip_grad_value_(parameters: Parameters, clip_value: float, foreach: bool | 
     grads = gradients(parameters, _TO_CALLER)
     if not grads:
         return
-    require_foreach(grads, foreach)
-    lists.clamp_(grads, clip_value)
+    require_foreach(tensors_of(grads), foreach)
+    clamp_(grads, clip_value)
 
 
 @torch.no_grad()
@@ -143,6 +149,8 @@ def get_total_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    process_group: ProcessGroups = None,
 ) -> Tensor:
     """The norm of all tensors taken as one vector.
 
@@ -153,17 +161,19 @@ def get_total_norm(
         norm_type: the order p of the norm, anything ``float()`` takes; ``inf`` for the largest element.
         error_if_nonfinite: raise if the norm is NaN or Inf.
         foreach: accepted for compatibility.
+        process_group: as for :func:`clip_grad_norm_`; a mapping then names tensors.
 
     Returns:
         A Tensor of shape [] with dtype and device as told for :func:`clip_grad_norm_`.
     """
-    grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     norm_type = float(norm_type)
+    grads = spread(listed, listed, process_group) or listed
     if not grads:
         return torch.tensor(0.0)
-    require_foreach(grads, foreach)
-    require_extremes(grads, norm_type)
-    total_norm = lists.grad_stats(grads, norm_type)[0][0]
+    require_foreach(listed, foreach)
+    require_extremes(listed, norm_type)
+    total_norm = grad_stats(grads, norm_type)[0][0]
     if error_if_nonfinite:
         _raise_if_nonfinite(total_norm, norm_type)
     return total_norm
@@ -184,7 +194,7 @@ def clip_grads_with_norm_(
     Args:
         parameters: a Tensor or an iterable of Tensors; not the gradients but what holds them in ``.grad``.
         max_norm: the limit, >= 0; a Tensor of one element is used without waiting for its device.
-        total_norm: the norm, a Tensor of one element on any device.
+        total_norm: the norm, a Tensor of one element on any device, or a DTensor.
         foreach: accepted for compatibility.
 
     Raises:
@@ -196,8 +206,10 @@ def clip_grads_with_norm_(
         raise TypeError(f"expected total_norm to be a Tensor, but got {type(total_norm).__name__}")
     if total_norm.numel() != 1:
         raise ValueError(f"expected total_norm to have one element, but got shape {list(total_norm.shape)}")
+    if hasattr(total_norm, "full_tensor"):
+        total_norm = total_norm.full_tensor()  # a DTensor, whose local value may be a part of the norm
     grads = gradients(parameters, _TO_CALLER)
     if not grads:
         return
-    require_foreach(grads, foreach)
-    lists.scale_(grads, reference.clip_coefficient(total_norm, max_norm).reshape(1))
+    require_foreach(tensors_of(grads), foreach)
+    scale_(grads, reference.clip_coefficient(total_norm, max_norm).reshape(1))

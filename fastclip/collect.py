@@ -11,14 +11,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .distributed import GradientList, ProcessGroups, spread
+
 Parameters = Tensor | Iterable[Tensor]
 NamedParameters = Parameters | Iterable[tuple[str, Tensor]]
 
 NONFINITE_MODES = ("propagate", "error", "zero", "skip")
 
 
-def gradients(parameters: Parameters, stacklevel: int) -> list[Tensor]:
+def gradients(parameters: Parameters, stacklevel: int, process_group: ProcessGroups = None) -> GradientList:
     """The gradients that are there. An exhausted generator warns, as in torch: it would clip nothing.
+
+    Where other processes hold parts of them, what this one and they have to do together.
 
     Raises:
         TypeError: `parameters` holds something that is not a tensor.
@@ -37,6 +41,8 @@ def gradients(parameters: Parameters, stacklevel: int) -> list[Tensor]:
     try:
         # In two steps, as torch.compile does not trace an assignment inside a comprehension.
         each = [p.grad for p in parameters]
+        if (spread_list := spread(parameters, each, process_group)) is not None:
+            return spread_list
         return [grad for grad in each if grad is not None]
     except AttributeError:
         _raise_not_a_parameter(parameters)
@@ -59,7 +65,14 @@ def _raise_not_a_parameter(parameters: list) -> None:
             )
 
 
-def named_gradients(parameters: NamedParameters) -> tuple[list[Tensor], list[str], list[int]]:
+def tensors_of(grads: GradientList) -> list[Tensor]:
+    """The gradients one by one; of a spread list, whole DTensors, and parameters for gradients elsewhere."""
+    return grads if isinstance(grads, list) else grads.tensors
+
+
+def named_gradients(
+    parameters: NamedParameters, process_group: ProcessGroups = None
+) -> tuple[GradientList, list[str], list[int]]:
     """The gradients that are there, their names, and the positions of their parameters.
 
     Parameters given without names are called by their position: "parameters[3]".
@@ -77,6 +90,9 @@ def named_gradients(parameters: NamedParameters) -> tuple[list[Tensor], list[str
                 f"{type(item).__name__} at index {index}"
             )
     each = [parameter.grad for _, parameter in pairs]
+    if (spread_list := spread([p for _, p in pairs], each, process_group)) is not None:
+        indices = spread_list.indices
+        return spread_list, [pairs[index][0] for index in indices], indices
     indices = [index for index, grad in enumerate(each) if grad is not None]
     grads = [grad for grad in each if grad is not None]
     return grads, [pairs[index][0] for index in indices], indices

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from .distributed import GradientList
+
 # The key under which a clip notes itself in the scaler's record of an optimizer.
 _CLIPPED = "clipped_by_fastclip"
 
@@ -91,7 +93,7 @@ def _require_same_parameters(optimizer: torch.optim.Optimizer, clipped: Sequence
 
 
 def begin(
-    scaler: GradScaler | None, optimizer: torch.optim.Optimizer | None, grads: Sequence[Tensor]
+    scaler: GradScaler | None, optimizer: torch.optim.Optimizer | None, grads: GradientList
 ) -> Unscaling:
     """Check the order of calls, before anything is changed.
 
@@ -125,6 +127,7 @@ def begin(
         )
     if record["stage"] is OptState.UNSCALED:
         return Unscaling(None, record)
-    _require_same_parameters(optimizer, grads)
-    require_unscalable(grads)
+    here = grads if isinstance(grads, list) else grads.gradients
+    _require_same_parameters(optimizer, here)
+    require_unscalable(here)
     return Unscaling(inverse(scale), record)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,13 +15,13 @@ from .collect import (
     NamedParameters,
     named_gradients,
     require_extremes,
-    require_max_norm,
     require_nonfinite,
+    tensors_of,
 )
-from .distributed import lists
-
-Groups = str | Sequence[Hashable] | Callable[[str], Hashable] | None
-MaxNorm = float | Tensor | Mapping[Hashable, float]
+from .distributed import GradientList, ProcessGroups, Spread
+from .distributed import clip_ as clip_list_
+from .distributed import grad_stats as stats_of_list
+from .groups import Groups, MaxNorm, max_norm_of_groups, number_groups, require_groups_or_process_group
 
 
 class PerTensor(NamedTuple):
@@ -65,11 +65,13 @@ class GradStats:
         norm_type: float,
         labels: Sequence[Hashable] = (),
         inv_scale: Tensor | None = None,
+        alarms: Tensor | None = None,
     ) -> None:
         self.names = list(names)
         self.norm_type = norm_type
         self.labels = list(labels)
         self._inv_scale = inv_scale
+        self._alarms = alarms
         self._summary = summary
         self._stats = stats
 
@@ -110,6 +112,17 @@ class GradStats:
         counts = self._stats[:, 1:].to(torch.int64)
         return PerTensor(norm, counts[:, 0], counts[:, 1])
 
+    @property
+    def nonfinite_ranks(self) -> list[int]:
+        """The processes that saw NaN or Inf in what they hold of the gradients. Waits for the device.
+
+        Empty where no gradients are sharded and no process group was given: then each process only knows
+        about itself.
+        """
+        if self._alarms is None:
+            return []
+        return [rank for rank, count in enumerate(self._alarms.tolist()) if count > 0]
+
     def worst(self, k: int = 5) -> list[TensorStats]:
         """The k gradients with the most non-finite elements and, among equals, the largest norms.
 
@@ -136,15 +149,18 @@ class GradStats:
 def describe_nonfinite(stats: GradStats) -> str:
     """The sentence that names the gradients with NaN or Inf, the worst first."""
     bad = [t for t in stats.worst(len(stats.names)) if t.nan_count + t.inf_count > 0]
+    if not bad and stats.nonfinite_ranks:
+        return f"gradients on rank {', '.join(map(str, stats.nonfinite_ranks))} hold NaN or Inf"
     if not bad:
         return f"the total norm is {stats.total_norm.tolist()} though every element is finite"
     shown = ", ".join(f"{t.name} ({t.nan_count} NaN, {t.inf_count} Inf)" for t in bad[:10])
     more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
-    return f"{len(bad)} of {len(stats.names)} gradients hold NaN or Inf: {shown}{more}"
+    ranks = f", seen by rank {', '.join(map(str, seen))}" if (seen := stats.nonfinite_ranks) else ""
+    return f"{len(bad)} of {len(stats.names)} gradients hold NaN or Inf: {shown}{more}{ranks}"
 
 
 def clip_and_check(
-    grads: list[Tensor],
+    grads: GradientList,
     max_norm: float | Tensor,
     norm_type: float,
     nonfinite: str,
@@ -152,55 +168,24 @@ def clip_and_check(
     names: Sequence[str] = (),
     inv_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """lists.clip_ with the mode "error" too, which waits for the device.
+    """Clip with the mode "error" too, which waits for the device.
 
     Raises:
         RuntimeError: "error" and a non-finite gradient. No gradient was changed.
     """
     mode = "skip" if nonfinite == "error" else nonfinite
-    summary, stats = lists.clip_(grads, max_norm, norm_type, mode, groups, inv_scale)
+    summary, stats = clip_list_(grads, max_norm, norm_type, mode, groups, inv_scale)
     if nonfinite == "error" and bool((summary[:, 2] > 0).any()):
-        names = names or [f"gradient {i}" for i in range(len(grads))]
-        found = describe_nonfinite(GradStats(summary, stats, names, norm_type))
+        names = names or [f"gradient {i}" for i in range(len(stats))]
+        alarms = alarms_of(grads)
+        found = describe_nonfinite(GradStats(summary, stats, names, norm_type, alarms=alarms))
         raise RuntimeError(f"{found}. No gradient was changed (nonfinite='error').")
     return summary, stats
 
 
-def number_groups(
-    groups: Groups, names: list[str], indices: list[int], num_parameters: int
-) -> tuple[list[int], list[Hashable]]:
-    """The group number of each gradient, and the labels by number."""
-    if groups is None:
-        return [], []
-    if isinstance(groups, str):
-        if groups != "tensor":
-            raise ValueError(
-                "expected groups to be 'tensor', a label for each parameter or a function of the name, "
-                f"but got {groups!r}"
-            )
-        each: list[Hashable] = list(names)
-    elif callable(groups):
-        each = [groups(name) for name in names]
-    else:
-        if len(groups) != num_parameters:
-            raise ValueError(
-                f"expected groups to label each of the {num_parameters} parameters, "
-                f"but got {len(groups)} labels"
-            )
-        each = [groups[index] for index in indices]
-    if groups == "tensor":
-        return list(range(len(names))), each
-    numbers = {label: number for number, label in enumerate(dict.fromkeys(each))}
-    return [numbers[label] for label in each], list(numbers)
-
-
-def max_norm_of_groups(max_norm: MaxNorm, labels: list[Hashable]) -> float | Tensor:
-    if isinstance(max_norm, Mapping):
-        if missing := [label for label in labels if label not in max_norm]:
-            raise ValueError(f"expected max_norm to hold every group's limit, but got none for {missing}")
-        limits = [require_max_norm(max_norm[label]) for label in labels]
-        return torch.tensor(limits, dtype=torch.float64)
-    return require_max_norm(max_norm, max(1, len(labels)))
+def alarms_of(grads: GradientList) -> Tensor | None:
+    """[world size]: how many NaN and Inf each process saw in the last pass; None for a list that is here."""
+    return grads.alarms if isinstance(grads, Spread) else None
 
 
 @torch.no_grad()
@@ -213,6 +198,7 @@ def clip_(
     groups: Groups = None,
     scaler: torch.amp.GradScaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    process_group: ProcessGroups = None,
 ) -> GradStats:
     """Clip as :func:`fastclip.clip_grad_norm_` does and return all that the pass found.
 
@@ -228,6 +214,7 @@ def clip_(
         groups: one norm and one coefficient for each group, all in the same pass: a label for each parameter,
             a function from name to label, or "tensor" for a group of each gradient.
         scaler, optimizer: as for :func:`fastclip.clip_grad_norm_`. The statistics are of unscaled gradients.
+        process_group: as for :func:`fastclip.clip_grad_norm_`; not together with `groups`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fastclip.clip_grad_norm_`, before any gradient changes.
@@ -235,17 +222,18 @@ def clip_(
     norm_type = float(norm_type)
     require_nonfinite(nonfinite)
     items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads, names, indices = named_gradients(items)
+    require_groups_or_process_group(groups, process_group)
+    grads, names, indices = named_gradients(items, process_group)
     numbers, labels = number_groups(groups, names, indices, len(items))
     max_norm = max_norm_of_groups(max_norm, labels)
     unscaling = loss_scale.begin(scaler, optimizer, grads)
     if not grads:
         return GradStats(torch.tensor([[0.0, 1.0, 0.0]]), torch.zeros(0, 3), [], norm_type)
-    require_extremes(grads, norm_type)
+    require_extremes(tensors_of(grads), norm_type)
     inv_scale = unscaling.inv_scale
     summary, stats = clip_and_check(grads, max_norm, norm_type, nonfinite, numbers, names, inv_scale)
     unscaling.finish(summary)
-    return GradStats(summary, stats, names, norm_type, labels, inv_scale)
+    return GradStats(summary, stats, names, norm_type, labels, inv_scale, alarms_of(grads))
 
 
 @torch.no_grad()
@@ -254,21 +242,23 @@ def grad_stats(
     norm_type: float = 2.0,
     *,
     groups: Groups = None,
+    process_group: ProcessGroups = None,
 ) -> GradStats:
     """Norms and NaN and Inf counts of all gradients in one pass that changes nothing.
 
     Args:
-        parameters, norm_type, groups: as for :func:`clip_`.
+        parameters, norm_type, groups, process_group: as for :func:`clip_`.
 
     Returns:
         GradStats whose clip_coef is None.
     """
     norm_type = float(norm_type)
     items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads, names, indices = named_gradients(items)
+    require_groups_or_process_group(groups, process_group)
+    grads, names, indices = named_gradients(items, process_group)
     numbers, labels = number_groups(groups, names, indices, len(items))
     if not grads:
         return GradStats(torch.zeros(1, 1), torch.zeros(0, 3), [], norm_type)
-    require_extremes(grads, norm_type)
-    total_norm, stats = lists.grad_stats(grads, norm_type, groups=numbers)
-    return GradStats(total_norm.unsqueeze(1), stats, names, norm_type, labels)
+    require_extremes(tensors_of(grads), norm_type)
+    total_norm, stats = stats_of_list(grads, norm_type, groups=numbers)
+    return GradStats(total_norm.unsqueeze(1), stats, names, norm_type, labels, alarms=alarms_of(grads))

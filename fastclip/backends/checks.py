@@ -33,13 +33,13 @@ def require_tensor(grad: object, index: int) -> None:
 
 
 def require_gradients(grads: Sequence[Tensor]) -> None:
-    """Raise TypeError unless all are tensors that have a norm; NotImplementedError for a DTensor."""
+    """Raise TypeError unless all are plain tensors that have a norm."""
     for index, grad in enumerate(grads):
         require_tensor(grad, index)
         if type(grad).__name__ == "DTensor":
             raise NotImplementedError(
-                f"expected plain tensors, but got a DTensor as {describe(index, grad)}; "
-                "this version of fastclip does not reduce sharded gradients"
+                "expected plain tensors inside of torch.compile, but got a DTensor as "
+                f"{describe(index, grad)}; clip sharded gradients outside of the compiled function"
             )
         if grad.dtype not in DENSE_DTYPES and grad.dtype not in _COMPLEX_DTYPES:
             raise TypeError(

@@ -100,8 +100,12 @@ def _statistics_of(grad: Tensor, norm_type: float, finite_only: bool) -> Tensor:
     pieces = [_statistics_of_piece(p, norm_type, finite_only) for p in _pieces(values_of(grad))]
     if len(pieces) == 1:
         return pieces[0]
-    parts = torch.stack(pieces)
-    return torch.cat([_combine(parts[:, 0], norm_type).reshape(1), parts[:, 1:].sum(0)])
+    return combine(torch.stack(pieces), norm_type)
+
+
+def combine(stats: Tensor, norm_type: float) -> Tensor:
+    """[3]: the statistics of all rows of [N, 3] together."""
+    return torch.cat([_combine(stats[:, 0], norm_type).reshape(1), stats[:, 1:].sum(0)])
 
 
 def statistics(grads: Sequence[Tensor], norm_type: float, finite_only: bool = False) -> Tensor:

@@ -1,2 +1,58 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What no single backend call serves: gradients on several devices; dense, complex and sparse ones mixed."""
+"""Lists of gradients that no single backend call serves.
+
+A list is one of tensors, which may lie on several devices and be dense, complex or sparse; or a `Spread`, of
+which other processes hold parts too. These functions take either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from . import lists
+from .spread import ProcessGroups, Spread, spread
+
+__all__ = ["GradientList", "ProcessGroups", "Spread", "clamp_", "clip_", "grad_stats", "scale_", "spread"]
+
+GradientList = list[Tensor] | Spread
+
+
+def grad_stats(
+    grads: GradientList, norm_type: float, finite_only: bool = False, groups: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """See :func:`fastclip.backends.reference.grad_stats`."""
+    if isinstance(grads, Spread):
+        return grads.grad_stats(norm_type, finite_only, groups)
+    return lists.grad_stats(grads, norm_type, finite_only, groups)
+
+
+def clip_(
+    grads: GradientList,
+    max_norm: float | Tensor,
+    norm_type: float,
+    nonfinite: str,
+    groups: Sequence[int] = (),
+    inv_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`fastclip.backends.reference.clip_`."""
+    if isinstance(grads, Spread):
+        return grads.clip_(max_norm, norm_type, nonfinite, groups, inv_scale)
+    return lists.clip_(grads, max_norm, norm_type, nonfinite, groups, inv_scale)
+
+
+def scale_(grads: GradientList, scale: Tensor) -> None:
+    """Multiply all gradients in place by one factor, a tensor of one element on any device."""
+    if isinstance(grads, Spread):
+        grads.scale_(scale)
+    else:
+        lists.scale_(grads, scale)
+
+
+def clamp_(grads: GradientList, limit: float) -> None:
+    """See :func:`fastclip.backends.reference.clamp_`."""
+    if isinstance(grads, Spread):
+        grads.clamp_(limit)
+    else:
+        lists.clamp_(grads, limit)

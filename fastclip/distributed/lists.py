@@ -143,16 +143,16 @@ def clip_(
     )
 
 
-def scale_(grads: list[Tensor], scale: Tensor) -> None:
-    """Multiply all gradients in place by one factor, a tensor of one element on any device."""
+def scale_(grads: list[Tensor], scale: Tensor, zero_nonfinite: bool = False) -> None:
+    """Multiply all gradients in place by one factor, or each by its own: [1] or [N] on any device."""
     if not _is_traceable(grads):
-        return torch.compiler.disable(scale_)(grads, scale)
+        return torch.compiler.disable(scale_)(grads, scale, zero_nonfinite)
 
     def by_parts(parts: list[_Part]) -> None:
         _require_writable(parts)
-        _scale_parts(parts, scale, False)
+        _scale_parts(parts, scale, zero_nonfinite)
 
-    _run(grads, 2.0, lambda b: b.scale_(grads, scale), by_parts)
+    _run(grads, 2.0, lambda b: b.scale_(grads, scale, zero_nonfinite), by_parts)
 
 
 def clamp_(grads: list[Tensor], limit: float) -> None:

@@ -12,7 +12,8 @@ from torch.optim import LBFGS, Optimizer
 
 from .. import loss_scale
 from ..collect import require_nonfinite
-from ..stats import Groups, MaxNorm
+from ..distributed import ProcessGroups
+from ..groups import Groups, MaxNorm, require_groups_or_process_group
 from .handle import Handle, handle_of
 
 __all__ = ["Handle", "attach", "handle_of"]
@@ -27,6 +28,7 @@ def attach(
     groups: Groups = None,
     scaler: GradScaler | None = None,
     names: Iterable[tuple[str, Tensor]] | None = None,
+    process_group: ProcessGroups = None,
 ) -> Handle:
     """Clip the gradients of an optimizer inside its ``step()``, from now on.
 
@@ -51,6 +53,7 @@ def attach(
             ``optimizer.step()`` with scaled gradients, and a step that the scaler leaves out is known.
         names: (name, parameter) pairs such as ``model.named_parameters()``. Without them the names that the
             optimizer was given count, else the position: "param_groups[0].params[3]".
+        process_group: as for :func:`fastclip.clip_grad_norm_`; not together with `groups`.
 
     Returns:
         A :class:`Handle` with ``stats``, ``last_step_applied``, ``skipped_steps`` and ``detach()``.
@@ -63,11 +66,16 @@ def attach(
     _require_optimizer(optimizer)
     loss_scale.require_scaler(scaler)
     require_nonfinite(nonfinite)
+    require_groups_or_process_group(groups, process_group)
     if handle_of(optimizer) is not None:
         raise RuntimeError(
             f"this {type(optimizer).__name__} is attached already; call detach() of that handle first"
         )
-    return Handle(optimizer, max_norm, float(norm_type), nonfinite, groups, scaler, _require_names(names))
+    return Handle(
+        *(optimizer, max_norm, float(norm_type), nonfinite, groups, scaler),
+        names=_require_names(names),
+        process_group=process_group,
+    )
 
 
 def _require_optimizer(optimizer: Optimizer) -> None:

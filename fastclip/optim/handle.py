@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from .. import loss_scale
-from ..distributed import lists
-from ..stats import GradStats, Groups, MaxNorm, max_norm_of_groups, number_groups
+from ..distributed import GradientList, ProcessGroups, grad_stats, spread
+from ..groups import Groups, MaxNorm, max_norm_of_groups, number_groups
+from ..stats import GradStats
 from . import plan as plans
 from .plan import Plan, Request
 from .wrapping import MethodWrapper, restored_on_error
@@ -27,7 +28,7 @@ class Handle:
 
     Attributes:
         optimizer: the attached optimizer.
-        norm_type, nonfinite, groups: as given to :func:`fastclip.attach`.
+        norm_type, nonfinite, groups, process_group: as given to :func:`fastclip.attach`.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Handle:
         groups: Groups,
         scaler: GradScaler | None,
         names: dict[Tensor, str],
+        process_group: ProcessGroups,
     ) -> None:
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.nonfinite = nonfinite
         self.groups = groups
+        self.process_group = process_group
         self._scaler = scaler
         self._names = names
         self._driver: GradScaler | None = None  # whose step() is running
@@ -159,11 +162,17 @@ class Handle:
         else:
             self._require_scaler_at_work()
         request = self._request(own, found_inf)
-        return plans.make(request) if request.parameters else None
+        return plans.make(request) if request.grads else None
 
     def _request(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> Request:
         every = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
-        indices = [index for index, (_, p) in enumerate(every) if p.grad is not None]
+        each = [p.grad for _, p in every]
+        spread_list = spread([p for _, p in every], each, self.process_group)
+        grads: GradientList = [g for g in each if g is not None] if spread_list is None else spread_list
+        if spread_list is None:
+            indices = [index for index, grad in enumerate(each) if grad is not None]
+        else:
+            indices = spread_list.indices
         parameters = [every[index][1] for index in indices]
 
         def names() -> list[str]:
@@ -177,6 +186,7 @@ class Handle:
         return Request(
             self.optimizer,
             parameters,
+            grads,
             max_norm,
             self.norm_type,
             self.nonfinite,
@@ -250,10 +260,9 @@ class Handle:
         plan = self._prepared
         if plan is None:
             request = self._request(None, None)
-            if not request.parameters:
+            if not request.grads:
                 return
-            grads = [p.grad for p in request.parameters if p.grad is not None]
-            total_norm, stats = lists.grad_stats(grads, self.norm_type, groups=request.groups)
+            total_norm, stats = grad_stats(request.grads, self.norm_type, groups=request.groups)
             summary = total_norm.unsqueeze(1)
             plan = Plan(request, stats, None, fused=False, known_summary=summary, found_inf=True)
         self._plan = plan

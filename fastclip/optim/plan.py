@@ -19,9 +19,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from .. import loss_scale
 from ..backends import reference
-from ..collect import require_extremes
-from ..distributed import lists
-from ..stats import GradStats, describe_nonfinite
+from ..collect import require_extremes, tensors_of
+from ..distributed import GradientList, clip_, grad_stats
+from ..stats import GradStats, alarms_of, describe_nonfinite
 from .wrapping import attributes, without_gradients
 
 
@@ -30,7 +30,8 @@ class Request:
     """What a step asks for.
 
     Attributes:
-        parameters: those of the optimizer that have a gradient.
+        parameters: those of the optimizer that have a gradient, here or on another process.
+        grads: theirs.
         groups, labels: the number of each gradient's group and the label by number; empty for one norm.
         grad_scale: what the gradients are still multiplied with, one element; None where they are not.
         found_inf: other than 0 where somebody else found NaN or Inf in them; None where nobody looked.
@@ -39,6 +40,7 @@ class Request:
 
     optimizer: torch.optim.Optimizer
     parameters: list[Tensor]
+    grads: GradientList
     max_norm: float | Tensor
     norm_type: float
     nonfinite: str
@@ -94,7 +96,8 @@ class Plan:
     def grad_stats(self) -> GradStats:
         """The statistics, with names."""
         r = self.request
-        return GradStats(self.summary, self.stats, r.names(), r.norm_type, r.labels, self.inv_scale)
+        alarms = alarms_of(r.grads)
+        return GradStats(self.summary, self.stats, r.names(), r.norm_type, r.labels, self.inv_scale, alarms)
 
     def apply(self, stack: ExitStack) -> None:
         """Bring the optimizer into the state for its step, until `stack` is closed."""
@@ -117,16 +120,15 @@ def make(request: Request) -> Plan:
         RuntimeError: `nonfinite` is "error" and NaN or Inf was found. Nothing was changed.
         ValueError: float16 gradients that would have to be unscaled in place.
     """
-    grads = [p.grad for p in request.parameters if p.grad is not None]
-    require_extremes(grads, request.norm_type)
+    require_extremes(tensors_of(request.grads), request.norm_type)
     inv_scale = None if request.grad_scale is None else loss_scale.inverse(request.grad_scale)
     fused = _is_fused(request.optimizer)
     if fused and not request.groups and request.mode != "zero":
-        total_norm, stats = lists.grad_stats(grads, request.norm_type)
+        total_norm, stats = grad_stats(request.grads, request.norm_type)
         # The kernels take a float32 scalar, which would round the coefficient of float64 gradients.
         if total_norm.dtype is not torch.float64:
             return _plan_hand_over(request, total_norm[0], stats, inv_scale)
-    return _clip_in_place(request, grads, inv_scale, fused)
+    return _clip_in_place(request, inv_scale, fused)
 
 
 def _plan_hand_over(request: Request, norm: Tensor, stats: Tensor, inv_scale: Tensor | None) -> Plan:
@@ -148,11 +150,11 @@ def _plan_hand_over(request: Request, norm: Tensor, stats: Tensor, inv_scale: Te
     return plan
 
 
-def _clip_in_place(request: Request, grads: list[Tensor], inv_scale: Tensor | None, fused: bool) -> Plan:
+def _clip_in_place(request: Request, inv_scale: Tensor | None, fused: bool) -> Plan:
     if inv_scale is not None:
-        loss_scale.require_unscalable(grads)
+        loss_scale.require_unscalable(tensors_of(request.grads))
     r = request
-    summary, stats = lists.clip_(grads, r.max_norm, r.norm_type, r.mode, r.groups, inv_scale)
+    summary, stats = clip_(r.grads, r.max_norm, r.norm_type, r.mode, r.groups, inv_scale)
     plan = Plan(request, stats, inv_scale, fused, summary, in_place=True)
     plan.found_inf = _found_inf(plan, (summary[:, 2] > 0).any())
     return plan
