@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from . import loss_scale
+from .backends import reference
 from .distributed import Spread, grad_stats, scale_, spread
 from .optim import Handle, handle_of
 from .optim.plan import Plan
+from .optim.request import names_in
 from .stats import GradStats, alarms_of
 
 
@@ -71,21 +73,19 @@ class GradScaler(torch.amp.GradScaler):
         """What torch's scaler calls to unscale, or only to search, with an inv_scale of 1 and allow_fp16."""
         handle = handle_of(optimizer)
         if handle is not None and self._running_step:
-            found = self._plan_step(handle, optimizer)
+            found = self._plan_step(handle)
         else:
             found = self._unscale(optimizer, inv_scale, allow_fp16)
         return {} if found is None else {found.device: found}
 
-    def _plan_step(self, handle: Handle, optimizer: torch.optim.Optimizer) -> Tensor | None:
+    def _plan_step(self, handle: Handle) -> Tensor | None:
         assert self._scale is not None
         plan = handle.prepare(self._scale)
         if plan is None:
             return None
         self._last = plan
-        if plan.in_place:
-            loss_scale.mark_unscaled(self, optimizer)
         if isinstance(plan.found_inf, Tensor):
-            return plan.found_inf
+            return plan.found_inf.clone()  # update() adds those of other optimizers to it
         return torch.tensor(float(plan.found_inf))
 
     @torch.no_grad()
@@ -102,12 +102,15 @@ class GradScaler(torch.amp.GradScaler):
         assert self._scale is not None
         true_inverse = loss_scale.inverse(self._scale)
         total_norm, stats = grad_stats(grads, 2.0)
+        known = names_in(optimizer)
         indices = grads.indices if isinstance(grads, Spread) else range(len(each))
-        names = [f"parameters[{i}]" for i in indices]
-        summary = (total_norm * true_inverse.to(total_norm)).unsqueeze(1)
-        self._last = found = GradStats(summary, stats, names, 2.0, (), true_inverse, alarms_of(grads))
+        names = [known[parameters[i]] for i in indices]
+        # Scaled, the norm itself may be too large for its dtype.
+        norm = reference.totals(stats, 2.0)
+        summary = (norm * true_inverse.to(norm)).to(total_norm.dtype).unsqueeze(1)
+        self._last = GradStats(summary, stats, names, 2.0, (), true_inverse, alarms_of(grads))
         scale_(grads, inv_scale)  # 1 touches nothing
-        return found.found_inf
+        return (stats[:, 1:] > 0).any().to(torch.float32)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """See torch.amp.GradScaler.update; counts overflows and watches the scale.
@@ -172,6 +175,10 @@ class _LateNumber:
         """The number, or that of an earlier call; None if none has arrived."""
         if number.device.type != "cuda":
             return float(number)
+        with torch.cuda.device(number.device):  # whose stream the event is to be on
+            return self._read_late(number)
+
+    def _read_late(self, number: Tensor) -> float | None:
         if torch.cuda.is_current_stream_capturing():
             return None
         value = None

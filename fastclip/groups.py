@@ -49,8 +49,11 @@ def number_groups(
     return [numbers[label] for label in each], list(numbers)
 
 
-def max_norm_of_groups(max_norm: MaxNorm, labels: list[Hashable]) -> float | Tensor:
+def max_norm_of_groups(max_norm: MaxNorm, labels: list[Hashable], groups: Groups) -> float | Tensor:
+    """The limit as a number or a tensor of one for each group."""
     if isinstance(max_norm, Mapping):
+        if groups is None:
+            raise ValueError("expected groups together with a mapping as max_norm, but got none")
         if missing := [label for label in labels if label not in max_norm]:
             raise ValueError(f"expected max_norm to hold every group's limit, but got none for {missing}")
         limits = [require_max_norm(max_norm[label]) for label in labels]

@@ -37,10 +37,9 @@ class Unscaling:
         """Tell the scaler that its gradients are unscaled and clipped. `summary`: [G, 3] of the clip."""
         if self._record is None:
             return
-        if self.inv_scale is not None:
-            found_inf = (summary[:, 2] > 0).any().to(torch.float32)
-            self._record["found_inf_per_device"] = {found_inf.device: found_inf}
-            self._record["stage"] = OptState.UNSCALED
+        found_inf = (summary[:, 2] > 0).any().to(torch.float32)
+        self._record["found_inf_per_device"] = {found_inf.device: found_inf}
+        self._record["stage"] = OptState.UNSCALED
         self._record[_CLIPPED] = True
 
 
@@ -64,6 +63,14 @@ def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
 def mark_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """Note that the gradients were unscaled in place."""
     scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+
+
+def has_found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the scaler found NaN or Inf in the gradients of the present step. Waits for the device."""
+    if not scaler.is_enabled():
+        return False
+    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return any(bool(flag) for flag in flags.values())
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -122,11 +129,11 @@ def begin(
     if record.get(_CLIPPED):
         raise RuntimeError(
             "the gradients of this optimizer have already been unscaled and clipped in this step; a second "
-            "time would divide them by the loss scale again. Clip once between backward() and "
+            "clip would measure what the first has left. Clip once between backward() and "
             "scaler.step(optimizer), and call scaler.update() after it"
         )
     if record["stage"] is OptState.UNSCALED:
-        return Unscaling(None, record)
+        return _NOTHING_TO_UNSCALE  # the user has called unscale_
     here = grads if isinstance(grads, list) else grads.gradients
     _require_same_parameters(optimizer, here)
     require_unscalable(here)

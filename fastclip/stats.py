@@ -225,7 +225,7 @@ def clip_(
     require_groups_or_process_group(groups, process_group)
     grads, names, indices = named_gradients(items, process_group)
     numbers, labels = number_groups(groups, names, indices, len(items))
-    max_norm = max_norm_of_groups(max_norm, labels)
+    max_norm = max_norm_of_groups(max_norm, labels, groups)
     unscaling = loss_scale.begin(scaler, optimizer, grads)
     if not grads:
         return GradStats(torch.tensor([[0.0, 1.0, 0.0]]), torch.zeros(0, 3), [], norm_type)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -50,11 +49,23 @@ LAYOUTS_1D = {
     "mixed": [[Shard(0)], None, [Replicate()], [Shard(1)], None, [Shard(0)]],
 }
 LAYOUTS_2D = {
-    "fsdp_tp": [[Shard(0), Shard(1)], [Shard(0), Replicate()], [Shard(0), Shard(0)], [Replicate(), Shard(1)],
-                [Shard(0), Replicate()], None],
+    "fsdp_tp": [
+        [Shard(0), Shard(1)],
+        [Shard(0), Replicate()],
+        [Shard(0), Shard(0)],
+        [Replicate(), Shard(1)],
+        [Shard(0), Replicate()],
+        None,
+    ],
     "hsdp": [[Replicate(), Shard(0)]] * 6,
-    "partial": [[Partial(), Shard(0)], [Shard(0), Partial()], [Partial(), Partial()], [Replicate(), Partial()],
-                [Shard(0), Shard(0)], [Replicate(), Replicate()]],
+    "partial": [
+        [Partial(), Shard(0)],
+        [Shard(0), Partial()],
+        [Partial(), Partial()],
+        [Replicate(), Partial()],
+        [Shard(0), Shard(0)],
+        [Replicate(), Replicate()],
+    ],
 }
 
 

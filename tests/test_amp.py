@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Loss scaling: every way to combine a scaler with the clip gives torch's unscale_, clip and step."""
 
+import contextlib
 import copy
 import math
 import pickle
@@ -346,12 +347,114 @@ def test_several_optimizers_share_a_scaler():
         assert_bitwise_equal(*runs)
 
 
+def test_the_flag_of_one_optimizer_is_not_that_of_another(monkeypatch):
+    """torch adds the flags up in place, in the first of them."""
+    monkeypatch.setattr(plan, "_host_knows", lambda number: False)
+    first, second = training.parameters(), training.parameters()
+    optimizers = [AdamW(first, fused=True), AdamW(second, fused=True)]
+    scaler = make_scaler("fastclip")
+    handles = [fastclip.attach(o, 1e9, scaler=scaler) for o in optimizers]
+    scaler.scale(torch.zeros(()))
+    training.set_gradients(first, [torch.ones(s) for s in training.SHAPES])
+    training.set_gradients(second, [torch.full(s, INF) for s in training.SHAPES])
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [h.last_step_applied for h in handles] == [True, False]
+    assert [h.skipped_steps for h in handles] == [0, 1]
+
+
+def test_finite_gradients_whose_scaled_norm_is_not():
+    """100 elements of 1e38: torch finds them finite, and so does the scale that may grow on."""
+    for kind in (torch.amp.GradScaler, fastclip.GradScaler):
+        p = torch.nn.Parameter(torch.zeros(100))
+        optimizer = SGD([p], lr=1.0)
+        scaler = kind("cpu", init_scale=2.0**16)
+        scaler.scale(torch.zeros(()))
+        p.grad = torch.full_like(p, 1e38)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**16
+        assert p[0].item() == pytest.approx(-(1e38 / 2**16))
+    assert scaler.stats.total_norm.item() == pytest.approx(1e39 / 2**16)
+
+
+def test_a_step_replaced_after_attach_is_told():
+    """Accelerate puts the method that it found at first in the place of the present one, at every step."""
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = SGD([p], lr=1.0)
+    found_at_first = optimizer.step
+    for kind in (torch.amp.GradScaler, fastclip.GradScaler):
+        scaler = kind("cpu", init_scale=4.0)
+        handle = fastclip.attach(optimizer, 1.0, scaler=scaler)
+        optimizer.step = found_at_first
+        scaler.scale(torch.zeros(()))
+        p.grad = torch.ones_like(p)
+        with pytest.raises(RuntimeError, match="SGD.step was replaced by something.*Attach before"):
+            scaler.step(optimizer)
+        handle.detach()
+
+
+@pytest.mark.parametrize("way", ["torch_told", "fastclip"])
+def test_gradients_unscaled_in_place_are_not_unscaled_again(way):
+    """The kernel takes a scale but cannot clip by group; its first step raises and is made again."""
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer = SGD([p], lr=1.0, fused=True)
+    scaler = make_scaler(way)
+    fastclip.attach(optimizer, 1e9, groups="param_group", scaler=scaler)
+
+    def fail(*_):
+        raise KeyError("half-way")
+
+    hook = optimizer.register_step_pre_hook(fail)
+    scaler.scale(torch.zeros(()))
+    p.grad = torch.full_like(p, 64.0)
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    hook.remove()
+    scaler.step(optimizer)
+    assert p.item() == 0.0
+
+
+def test_the_scaler_names_parameters_by_their_optimizer():
+    params = {name: torch.nn.Parameter(torch.ones(2)) for name in "abc"}
+    scaler = fastclip.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    for given, wanted in ((params.items(), "c"), (params.values(), "param_groups[0].params[2]")):
+        optimizer = SGD(given, lr=0.1)
+        for p in params.values():
+            p.grad = None
+        params["c"].grad = torch.full((2,), NAN)
+        scaler.step(optimizer)
+        assert [t.name for t in scaler.stats.worst()] == [wanted]
+
+
+def test_two_clips_after_unscale_are_the_users_affair():
+    params, optimizer, scaler = scaled()
+    scaler.unscale_(optimizer)
+    for p in params:  # each with a norm of its own
+        fastclip.clip_grad_norm_([p], 1.0, scaler=scaler, optimizer=optimizer)
+        assert p.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_copies_of_a_scaler_are_on_their_own():
+    params, optimizer, scaler = scaled(1)
+    handle = fastclip.attach(optimizer, 1.0, scaler=scaler)
+    other = copy.deepcopy(scaler)
+    handle.detach()
+    other.scale(torch.zeros(()))
+    other.step(optimizer)
+    other.update()
+    assert params[0][0] == -1.0
+
+
 def test_detaching_in_the_other_order_leaves_working_scalers():
     params, optimizer, scaler = scaled(1)
     other = SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     handles = [fastclip.attach(o, 1.0, scaler=scaler) for o in (optimizer, other)]
     for handle in handles:
         handle.detach()
+    assert "step" not in vars(scaler)
     scaler.step(optimizer)
     scaler.update()
     assert params[0][0] == -1.0 and handles[0].stats is None
@@ -454,6 +557,7 @@ def test_a_number_from_a_gpu_is_read_one_call_late(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: torch.zeros(*a, **k))
     late = _LateNumber()
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, non_blocking: self.fill_(other.value))
@@ -472,10 +576,10 @@ def test_a_step_that_passes_the_scaler_by():
     fastclip.attach(optimizer, 1.0, scaler=scaler)
     before = [p.data.clone() for p in params]
     with pytest.raises(
-        RuntimeError, match=r"still scaled.*call scaler.step\(optimizer\). Nothing was changed"
+        RuntimeError, match=r"not called by the scaler.*call scaler.step\(optimizer\). No parameter was"
     ):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="not by the scaler that it was attached with"):
+    with pytest.raises(RuntimeError, match="not called by the scaler that the optimizer was attached with"):
         other = torch.amp.GradScaler("cpu", init_scale=8.0)
         other.scale(torch.zeros(()))
         other.step(optimizer)

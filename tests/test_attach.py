@@ -186,7 +186,7 @@ def test_error_names_the_parameter_and_changes_nothing(name, host_knows):
     with pytest.raises(RuntimeError, match=r"layer3 \(1 NaN, 0 Inf\).*No gradient and no parameter"):
         optimizer.step()
     assert_unchanged(before, params, optimizer)
-    assert handle.last_step_applied is None
+    assert handle.last_step_applied is None and handle.stats.nan_count == 1
 
 
 @pytest.mark.parametrize("name", ["adamw_fused", "adam_foreach"])
@@ -416,6 +416,85 @@ def test_a_step_that_raises_leaves_nothing_behind(name, host_knows):
     del optimizer.grad_scale
     optimizer.step()
     assert handle.last_step_applied is False
+
+
+@pytest.mark.parametrize("name", ["adamw_fused", "adam_foreach"])
+def test_gradients_that_the_step_itself_clears_do_not_come_back(name):
+    """A NaN that came back would be added to by every later backward pass."""
+    params, optimizer, handle = attached(name)
+    optimizer.register_step_post_hook(lambda o, *_: o.zero_grad())
+    for grads in (next(training.gradients(1)), [torch.ones(s) for s in training.SHAPES]):
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone() if p.grad is None else p.grad + g
+        optimizer.step()
+    assert all(p.grad is None for p in params)
+    assert handle.last_step_applied is True and handle.skipped_steps == 1
+    assert "zero_grad" not in vars(optimizer)
+
+
+@pytest.mark.parametrize(("norm_type", "value"), [(0.0, NAN), (0.0, INF), (-1.0, INF), (-INF, INF)])
+def test_orders_whose_norm_is_finite_beside_nan_and_inf(norm_type, value, host_knows):
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = Adam([p], fused=True)
+    handle = fastclip.attach(optimizer, 1.0, norm_type=norm_type)
+    p.grad = torch.tensor([1.0, value, 2.0])
+    optimizer.step()
+    assert (p == 1).all() and handle.last_step_applied is False
+
+
+@pytest.mark.parametrize(("scale", "size", "max_norm"), [(1e-5, 1e35, 1.0), (65536.0, 1e33, 1e-3)])
+def test_scales_beyond_float32(scale, size, max_norm, host_knows):
+    """The true norm, or what the kernel is to divide by, has no float32: left out or clipped in place."""
+    gold, p = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = SGD([p], lr=1.0, fused=True)
+    handle = fastclip.attach(optimizer, max_norm)
+    p.grad = torch.full((4,), size) * scale if scale > 1 else torch.full((4,), size)
+    optimizer.grad_scale = torch.tensor(scale)
+    optimizer.step()
+    if scale < 1 or not host_knows:
+        assert (p == 1).all() and handle.last_step_applied is False and handle.stats is not None
+    else:
+        assert (p - 1).norm().item() == pytest.approx(max_norm, rel=1e-3)
+    del gold
+
+
+def test_limits_for_all_groups_hold_for_those_that_have_a_gradient():
+    params = training.parameters()
+    optimizer = OPTIMIZERS["adamw_fused_by_group"](params)
+    handle = fastclip.attach(optimizer, torch.tensor([0.5, 1e9]), groups="param_group")  # none has one yet
+    for p in params[2:]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert handle.stats.labels == [1] and handle.stats.clip_coef.tolist() == [1.0]
+    training.set_gradients(params, [torch.ones(s) for s in training.SHAPES])
+    optimizer.step()
+    assert handle.stats.labels == [0, 1] and handle.stats.clip_coef[0] < 1 == handle.stats.clip_coef[1]
+    handle.detach()
+    with pytest.raises(ValueError, match=r"every group's limit, but got none for \[1\]"):
+        fastclip.attach(optimizer, {0: 1.0}, groups="param_group")
+    with pytest.raises(ValueError, match="expected groups together with a mapping as max_norm"):
+        fastclip.attach(optimizer, {0: 1.0})
+    with pytest.raises(ValueError, match="expected groups together with a mapping as max_norm"):
+        fastclip.clip_(params, {0: 1.0})
+
+
+def test_what_is_known_after_a_closure_that_raises_or_is_not_called():
+    class Ignores(SGD):
+        def step(self, closure=None):
+            return super().step()
+
+    params, optimizer, handle = attached("adamw_fused")
+    training.set_gradients(params, [torch.ones(s) for s in training.SHAPES])
+    optimizer.step()
+    assert handle.last_step_applied is True
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert handle.last_step_applied is None
+    p = torch.nn.Parameter(torch.ones(2))
+    ignores = Ignores([p], lr=1.0)
+    fastclip.attach(ignores, 1.0)
+    with pytest.raises(RuntimeError, match=r"Ignores.step\(\) was given a closure and did not call it"):
+        ignores.step(lambda: None)
 
 
 @pytest.mark.parametrize("name", ["adamw_fused", "sgd_foreach"])

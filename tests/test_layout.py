@@ -30,7 +30,7 @@ LAYERS = [
     ["groups"],
     ["stats"],
     ["clip"],
-    ["optim.wrapping"],
+    ["optim.wrapping", "optim.request"],
     ["optim.plan"],
     ["optim.handle"],
     ["optim"],

@@ -155,7 +155,10 @@ def grad_stats(
 def clip_coefficient(total_norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """min(1, max_norm / (total_norm + 1e-6)), with the rounding of torch.nn.utils.clip_grad_norm_."""
     if isinstance(max_norm, Tensor):
-        max_norm = max_norm.to(total_norm)
+        if max_norm.device.type == "cpu" and max_norm.numel() == 1:
+            max_norm = max_norm.item()  # as a number it reaches any device without a copy
+        else:
+            max_norm = max_norm.to(total_norm)
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 

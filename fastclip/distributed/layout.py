@@ -7,14 +7,13 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object for each layout of a list
 class Layout:
     """The processes that hold a DTensor together.
 
@@ -31,7 +30,7 @@ class Layout:
 PLAIN = Layout()
 
 
-def dtensor_class() -> type | None:
+def dtensor_class() -> Any:
     """torch.distributed.tensor.DTensor, if processes talk to one another and somebody has imported it."""
     if not dist.is_available() or not dist.is_initialized():
         return None
@@ -46,16 +45,16 @@ def layout_of(tensor: Any) -> Layout:
     return Layout(groups, any(p.is_partial() for p in placements))
 
 
-@torch.no_grad()
 def local_part(tensor: Any) -> Tensor:
-    """What of a DTensor is on this process: the memory itself, not a copy."""
+    """What of a DTensor is on this process: the memory itself, not a copy. To be called without autograd."""
     local = tensor.to_local()
-    return local.wait() if hasattr(local, "wait") else local  # the result of a collective on its way
+    if type(local) is not Tensor and hasattr(local, "wait"):
+        return local.wait()  # the result of a collective on its way
+    return local
 
 
-@torch.no_grad()
 def summed_part(tensor: Any) -> Tensor:
-    """A copy of the local part in which sums that had not been made yet are made."""
+    """A copy of the local part in which sums that had not been made yet are made. Without autograd too."""
     from torch.distributed.tensor import Replicate
 
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]

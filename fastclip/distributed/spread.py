@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from .layout import PLAIN, Layout, dtensor_class, layout_of, local_part, require
 ProcessGroups = Group | Sequence[Group] | Mapping[Group, Iterable[Tensor]] | None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Row:
     """One gradient of the list, wherever it lies."""
 
@@ -43,9 +44,10 @@ class Spread:
         alarms: after a pass, [world size]: how many NaN and Inf each process saw in what it holds.
     """
 
+    @torch.no_grad()
     def __init__(self, rows: list[_Row], process_groups: list[Group]) -> None:
         order = {layout: number for number, layout in enumerate(dict.fromkeys(r.layout for r in rows))}
-        self._rows = sorted(rows, key=lambda row: order[row.layout])
+        self._rows = sorted(rows, key=lambda row: order[row.layout]) if len(order) > 1 else rows
         self._process_groups = process_groups
         self._present = [number for number, row in enumerate(self._rows) if row.grad is not None]
         here = [(row.grad, row.layout) for row in self._rows if row.grad is not None]
@@ -186,7 +188,7 @@ class Spread:
         while begin < len(self._rows):
             layout = self._rows[begin].layout
             end = begin
-            while end < len(self._rows) and self._rows[end].layout == layout:
+            while end < len(self._rows) and self._rows[end].layout is layout:
                 end += 1
             for group in layout.groups:
                 pieces.setdefault(group, []).append((begin, end))
@@ -240,13 +242,24 @@ def spread(
         require_no_flat_shards(list(parameters))
         if dtensor is None or not ({*map(type, parameters), *map(type, grads)} & {dtensor}):
             return None
-    rows = []
-    for index, (holder, grad) in enumerate(zip(parameters, grads, strict=True)):
-        known = holder if grad is None else grad
-        is_sharded = dtensor is not None and isinstance(known, dtensor)
-        if grad is not None or is_sharded:
-            rows.append(_Row(index, holder, grad, layout_of(known) if is_sharded else PLAIN))
+    rows = _rows_of(parameters, grads, dtensor)
     return Spread(rows, _numbered(process_group, rows))
+
+
+def _rows_of(parameters: Sequence[Tensor], grads: Sequence[Tensor | None], dtensor: Any) -> list[_Row]:
+    rows = []
+    layouts: dict[tuple, Layout] = {}  # looking at a mesh takes longer than all else
+    for index, (holder, grad) in enumerate(zip(parameters, grads, strict=True)):
+        known: Any = holder if grad is None else grad
+        if dtensor is None or not isinstance(known, dtensor):
+            if grad is not None:
+                rows.append(_Row(index, holder, grad, PLAIN))
+            continue
+        key = (id(known.device_mesh), known.placements)
+        if (layout := layouts.get(key)) is None:
+            layout = layouts[key] = layout_of(known)
+        rows.append(_Row(index, holder, grad, layout))
+    return rows
 
 
 def _numbered(process_group: ProcessGroups, rows: list[_Row]) -> list[Group]:

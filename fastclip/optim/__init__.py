@@ -15,6 +15,7 @@ from ..collect import require_nonfinite
 from ..distributed import ProcessGroups
 from ..groups import Groups, MaxNorm, require_groups_or_process_group
 from .handle import Handle, handle_of
+from .request import Clipping
 
 __all__ = ["Handle", "attach", "handle_of"]
 
@@ -71,11 +72,11 @@ def attach(
         raise RuntimeError(
             f"this {type(optimizer).__name__} is attached already; call detach() of that handle first"
         )
-    return Handle(
-        *(optimizer, max_norm, float(norm_type), nonfinite, groups, scaler),
+    clipping = Clipping(
+        *(optimizer, max_norm, float(norm_type), nonfinite, groups, process_group),
         names=_require_names(names),
-        process_group=process_group,
     )
+    return Handle(clipping, scaler)
 
 
 def _require_optimizer(optimizer: Optimizer) -> None:
@@ -89,7 +90,7 @@ def _require_optimizer(optimizer: Optimizer) -> None:
             "LBFGS evaluates its closure several times in a step and keeps the gradients; clip in the closure"
         )
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        raise TypeError(f"{kind} wraps another optimizer; attach to that one, its attribute `optimizer`")
+        raise TypeError(f"{kind} wraps another optimizer; attach to that one, before it is wrapped")
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         raise TypeError(
             f"{kind}.step takes the scaler and unscales by itself; it cannot be clipped from outside"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,57 +13,42 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from .. import loss_scale
-from ..distributed import GradientList, ProcessGroups, grad_stats, spread
-from ..groups import Groups, MaxNorm, max_norm_of_groups, number_groups
+from ..distributed import grad_stats
 from ..stats import GradStats
 from . import plan as plans
-from .plan import Plan, Request
+from .plan import Plan
+from .request import Clipping
 from .wrapping import MethodWrapper, restored_on_error
 
 ATTRIBUTE = "_fastclip_handle"  # of the optimizer
 
 
-class Handle:
+class Handle(Clipping):
     """What :func:`fastclip.attach` returns: the statistics of the last step, and the way back.
 
     Attributes:
         optimizer: the attached optimizer.
-        norm_type, nonfinite, groups, process_group: as given to :func:`fastclip.attach`.
+        max_norm: may be changed; holds from the next step on.
+        norm_type, nonfinite, groups, process_group, names: as given to :func:`fastclip.attach`.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        max_norm: MaxNorm,
-        norm_type: float,
-        nonfinite: str,
-        groups: Groups,
-        scaler: GradScaler | None,
-        names: dict[Tensor, str],
-        process_group: ProcessGroups,
-    ) -> None:
-        self.optimizer = optimizer
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.nonfinite = nonfinite
-        self.groups = groups
-        self.process_group = process_group
+    def __init__(self, clipping: Clipping, scaler: GradScaler | None) -> None:
+        super().__init__(**vars(clipping))
         self._scaler = scaler
-        self._names = names
         self._driver: GradScaler | None = None  # whose step() is running
         self._prepared: Plan | None = None  # made by fastclip.GradScaler for the step that follows
         self._calls = 0
+        self._passes = 0
         self._plan: Plan | None = None
         self._applied: bool | None = None
-        self._skipped: int | Tensor = 0
+        self._skipped = 0
+        self._skipped_on_device: Tensor | None = None  # added to in place: a captured graph counts too
         self._may_be_skipped_unseen = False
-        self._request(
-            None, None
-        )  # raises for groups that do not fit the parameters, before anything is changed
-        self._wrappers = [MethodWrapper(optimizer, "step", self._step)]
+        self.request(None, None)  # raises for what does not fit the parameters, before anything is changed
+        self._wrappers = [MethodWrapper(self.optimizer, "step", self._step)]
         if scaler is not None:
             self._wrappers.append(MethodWrapper(scaler, "step", self._step_of_scaler))
-        setattr(optimizer, ATTRIBUTE, self)
+        setattr(self.optimizer, ATTRIBUTE, self)
 
     @property
     def stats(self) -> GradStats | None:
@@ -74,9 +59,9 @@ class Handle:
     def last_step_applied(self) -> bool | None:
         """Whether the last step changed the parameters. Waits for the device.
 
-        None before the first step, after one that raised, and where it cannot be known: a GradScaler that
-        :func:`fastclip.attach` was not told of may leave out a step of an optimizer that is not fused without
-        calling it.
+        None before the first step, after one that raised, and where it cannot be known: after a step made by
+        a GradScaler that :func:`fastclip.attach` was not told of, for an optimizer that is not fused. Such a
+        scaler leaves out a step without calling it.
         """
         if self._may_be_skipped_unseen or self._applied is None:
             return None
@@ -87,7 +72,7 @@ class Handle:
     @property
     def skipped_steps(self) -> int:
         """How many steps were left out for NaN or Inf, as far as they were seen. Waits for the device."""
-        return int(self._skipped)
+        return self._skipped + int(self._skipped_on_device if self._skipped_on_device is not None else 0)
 
     def detach(self) -> None:
         """Give the optimizer, and the scaler, back as they were. A second call does nothing."""
@@ -104,6 +89,7 @@ class Handle:
 
     def _step(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
+        self._applied = None
         closure = args[0] if args else kwargs.get("closure")
         with ExitStack() as stack:
             if closure is None:
@@ -112,7 +98,14 @@ class Handle:
                 args = (self._clipping(closure, stack), *args[1:])
             else:
                 kwargs["closure"] = self._clipping(closure, stack)
-            return inner(*args, **kwargs)
+            passes = self._passes
+            result = inner(*args, **kwargs)
+            if self._passes == passes and closure is not None:
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__}.step() was given a closure and did not call it: the "
+                    "gradients that it used were not clipped"
+                )
+            return result
 
     def _clipping(self, closure: Callable[[], Any], stack: ExitStack) -> Callable[[], Any]:
         """The closure, with the gradients that it made clipped until `stack` is closed."""
@@ -134,10 +127,12 @@ class Handle:
 
     @contextmanager
     def _clipped(self) -> Iterator[None]:
-        self._applied = None
+        self._passes += 1
         plan, self._prepared = self._prepared, None
         with torch.no_grad():
             self._plan = plan = plan or self._make_plan()
+        if plan is not None:
+            plan.raise_if_error()
         with ExitStack() as stack:
             if plan is not None:
                 plan.apply(stack)
@@ -146,8 +141,14 @@ class Handle:
 
     def _record(self, plan: Plan | None) -> None:
         found_inf = plan.found_inf if plan is not None else False
-        self._applied = not found_inf if isinstance(found_inf, bool) else True
-        self._skipped = self._skipped + (int(found_inf) if isinstance(found_inf, bool) else found_inf)
+        if isinstance(found_inf, bool):
+            self._applied = not found_inf
+            self._skipped += found_inf
+        else:
+            self._applied = True  # as far as the host knows
+            if self._skipped_on_device is None:
+                self._skipped_on_device = torch.zeros_like(found_inf, dtype=torch.int64)
+            self._skipped_on_device += found_inf.to(torch.int64)
         self._may_be_skipped_unseen = self._driver is None and not self._is_scaled() and _scaler_is_calling()
 
     def _is_scaled(self) -> bool:
@@ -155,55 +156,25 @@ class Handle:
 
     def _make_plan(self, scale: Tensor | None = None) -> Plan | None:
         """The pass over the gradients; None if there are none. `scale`: of the loss, where a scaler tells."""
-        own = vars(self.optimizer).get("grad_scale")
+        grad_scale = vars(self.optimizer).get("grad_scale")
         found_inf = vars(self.optimizer).get("found_inf")
         if scale is not None:
-            own, found_inf = scale if own is None else scale * own, None
+            grad_scale, found_inf = scale if grad_scale is None else scale * grad_scale, None
         else:
             self._require_scaler_at_work()
-        request = self._request(own, found_inf)
-        return plans.make(request) if request.grads else None
-
-    def _request(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> Request:
-        every = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
-        each = [p.grad for _, p in every]
-        spread_list = spread([p for _, p in every], each, self.process_group)
-        grads: GradientList = [g for g in each if g is not None] if spread_list is None else spread_list
-        if spread_list is None:
-            indices = [index for index, grad in enumerate(each) if grad is not None]
-        else:
-            indices = spread_list.indices
-        parameters = [every[index][1] for index in indices]
-
-        def names() -> list[str]:
-            return self._names_of(parameters)
-
-        groups: Groups = [g for g, _ in every] if self.groups == "param_group" else self.groups
-        by_name = groups is not None and (isinstance(groups, str) or callable(groups))
-        named = names() if by_name else [""] * len(indices)
-        numbers, labels = number_groups(groups, named, indices, len(every))
-        max_norm = max_norm_of_groups(self.max_norm, labels)
-        return Request(
-            self.optimizer,
-            parameters,
-            grads,
-            max_norm,
-            self.norm_type,
-            self.nonfinite,
-            numbers,
-            labels,
-            grad_scale,
-            found_inf,
-            names,
-        )
-
-    def _names_of(self, parameters: Sequence[Tensor]) -> list[str]:
-        positions = {
-            p: group["param_names"][i] if "param_names" in group else f"param_groups[{g}].params[{i}]"
-            for g, group in enumerate(self.optimizer.param_groups)
-            for i, p in enumerate(group["params"])
-        }
-        return [self._names.get(p) or positions.get(p, "a removed parameter") for p in parameters]
+        request = self.request(grad_scale, found_inf)
+        if not request.grads:
+            return None
+        plan = plans.make(request)
+        if (
+            plan.in_place
+            and grad_scale is not None
+            and self._driver is not None
+            and self._driver.is_enabled()
+        ):
+            # If the step raises now and is made again, they must not be divided again.
+            loss_scale.mark_unscaled(self._driver, self.optimizer)
+        return plan
 
     # The loss scaler.
 
@@ -212,8 +183,8 @@ class Handle:
         if scaler is None or self._driver is not None or loss_scale.is_unscaled(scaler, self.optimizer):
             return
         raise RuntimeError(
-            "optimizer.step() was called while its gradients are still scaled, and not by the scaler that it "
-            "was attached with; call scaler.step(optimizer). Nothing was changed"
+            "optimizer.step() was not called by the scaler that the optimizer was attached with, which has "
+            "not unscaled its gradients either; call scaler.step(optimizer). No parameter was changed"
         )
 
     def _step_of_scaler(self, inner: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +215,7 @@ class Handle:
             with restored_on_error(self.optimizer, "grad_scale", "found_inf"):
                 yield
             if self._calls == calls:
-                self._record_left_out()
+                self._record_left_out(scaler)
         finally:
             self._driver = self._prepared = None
 
@@ -255,11 +226,17 @@ class Handle:
         return self._prepared
 
     @torch.no_grad()
-    def _record_left_out(self) -> None:
+    def _record_left_out(self, scaler: GradScaler) -> None:
         """The scaler found NaN or Inf and did not call the step. The gradients are still there."""
+        if not loss_scale.has_found_inf(scaler, self.optimizer):
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step was replaced by something that does not call what it "
+                "replaced: this step was not clipped. Attach before the optimizer is wrapped, for example by "
+                "accelerator.prepare"
+            )
         plan = self._prepared
         if plan is None:
-            request = self._request(None, None)
+            request = self.request(None, None)
             if not request.grads:
                 return
             total_norm, stats = grad_stats(request.grads, self.norm_type, groups=request.groups)

@@ -9,7 +9,7 @@ read here. For every other optimizer they are clipped in place.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -20,45 +20,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from .. import loss_scale
 from ..backends import reference
 from ..collect import require_extremes, tensors_of
-from ..distributed import GradientList, clip_, grad_stats
+from ..distributed import clip_, grad_stats
 from ..stats import GradStats, alarms_of, describe_nonfinite
+from .request import Request
 from .wrapping import attributes, without_gradients
-
-
-@dataclass
-class Request:
-    """What a step asks for.
-
-    Attributes:
-        parameters: those of the optimizer that have a gradient, here or on another process.
-        grads: theirs.
-        groups, labels: the number of each gradient's group and the label by number; empty for one norm.
-        grad_scale: what the gradients are still multiplied with, one element; None where they are not.
-        found_inf: other than 0 where somebody else found NaN or Inf in them; None where nobody looked.
-        names: gives the parameters' names; called only where they are needed.
-    """
-
-    optimizer: torch.optim.Optimizer
-    parameters: list[Tensor]
-    grads: GradientList
-    max_norm: float | Tensor
-    norm_type: float
-    nonfinite: str
-    groups: Sequence[int] = ()
-    labels: Sequence[Hashable] = ()
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    names: Callable[[], list[str]] = list
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether a loss scaler stands behind the step. It leaves out what overflowed in every mode."""
-        return self.grad_scale is not None or self.found_inf is not None
-
-    @property
-    def mode(self) -> str:
-        """The `nonfinite` mode of the pass."""
-        return "skip" if self.is_scaled or self.nonfinite == "error" else self.nonfinite
 
 
 @dataclass
@@ -99,6 +64,14 @@ class Plan:
         alarms = alarms_of(r.grads)
         return GradStats(self.summary, self.stats, r.names(), r.norm_type, r.labels, self.inv_scale, alarms)
 
+    def raise_if_error(self) -> None:
+        """Raise RuntimeError if `nonfinite` is "error" and NaN or Inf was found. Nothing has been changed."""
+        if self.request.raises and bool(self.found_inf):
+            raise RuntimeError(
+                f"{describe_nonfinite(self.grad_stats())}. No gradient and no parameter was changed "
+                "(nonfinite='error')."
+            )
+
     def apply(self, stack: ExitStack) -> None:
         """Bring the optimizer into the state for its step, until `stack` is closed."""
         optimizer = self.request.optimizer
@@ -108,7 +81,7 @@ class Plan:
             new = _parameters_without_momentum(optimizer, self.request.parameters)
             stack.callback(_zero_new_momentum, optimizer, new, flag)
         elif self.found_inf:
-            stack.enter_context(without_gradients(self.request.parameters))
+            stack.enter_context(without_gradients(optimizer, self.request.parameters))
         if flag is not None or self.grad_scale is not None or self.request.is_scaled:
             stack.enter_context(attributes(optimizer, grad_scale=self.grad_scale, found_inf=flag))
 
@@ -117,7 +90,6 @@ def make(request: Request) -> Plan:
     """Read the gradients once and, where the optimizer's kernel cannot clip them, clip them in place.
 
     Raises:
-        RuntimeError: `nonfinite` is "error" and NaN or Inf was found. Nothing was changed.
         ValueError: float16 gradients that would have to be unscaled in place.
     """
     require_extremes(tensors_of(request.grads), request.norm_type)
@@ -133,20 +105,24 @@ def make(request: Request) -> Plan:
 
 def _plan_hand_over(request: Request, norm: Tensor, stats: Tensor, inv_scale: Tensor | None) -> Plan:
     plan = Plan(request, stats, inv_scale, fused=True, grad_scale=request.grad_scale)
-    if _host_knows(norm) and bool(norm.isfinite()):
+    if _host_knows(norm) and request.norm_type > 0 and bool(norm.isfinite()):
         # Then every element is finite too, and the few numbers left are told faster than a summary is made.
         if inv_scale is not None:
             norm = (norm.double() * inv_scale).float().reshape(())
         clip_coef = reference.clip_coefficient(norm, request.max_norm)
-        found = ~(clip_coef >= 0)
+        found = ~norm.isfinite() | ~(clip_coef >= 0)
     else:
         clip_coef, found = plan.summary[0, 1], plan.summary[0, 2] > 0
-    plan.found_inf = _found_inf(plan, found)
     # On the CPU the coefficient is known, and a kernel without grad_scale writes no gradients.
     if not _host_knows(clip_coef) or clip_coef != 1:
         plan.grad_scale = clip_coef.reciprocal()
         if request.grad_scale is not None:
             plan.grad_scale = plan.grad_scale * request.grad_scale.to(plan.grad_scale).reshape(())
+        too_large = plan.grad_scale.isinf() & (clip_coef > 0)  # it would make every gradient 0
+        if _host_knows(too_large) and bool(too_large):
+            return _clip_in_place(request, inv_scale, fused=True)
+        found = found | too_large
+    plan.found_inf = _found_inf(plan, found)
     return plan
 
 
@@ -167,17 +143,10 @@ def _found_inf(plan: Plan, found: Tensor) -> bool | Tensor:
         return False
     if request.found_inf is not None:
         found = found | (request.found_inf.to(found.device) != 0).any()
-    raises = request.nonfinite == "error" and not request.is_scaled
-    if plan.fused and not raises and not _host_knows(found) and not _needs_truth(request):
+    if plan.fused and not request.raises and not _host_knows(found) and not _needs_truth(request):
         return found.to(torch.float32)
     _require_readable(found)
-    left_out = bool(found)
-    if left_out and raises:
-        raise RuntimeError(
-            f"{describe_nonfinite(plan.grad_stats())}. No gradient and no parameter was changed "
-            "(nonfinite='error')."
-        )
-    return left_out
+    return bool(found)
 
 
 def _host_knows(number: Tensor) -> bool:

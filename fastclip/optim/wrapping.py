@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _ABSENT = object()
+_WRAPPER = "_fastclip_wrapper"  # attribute of a method that a MethodWrapper has put in place
 
 
 class MethodWrapper:
@@ -26,7 +28,9 @@ class MethodWrapper:
         inner = getattr(owner, name)
 
         @functools.wraps(inner)
-        def method(_: object, *args: Any, **kwargs: Any) -> Any:
+        def method(owned_by: object, *args: Any, **kwargs: Any) -> Any:
+            if owned_by is not owner:  # a deep copy, to which this does not belong
+                return getattr(type(owned_by), name)(owned_by, *args, **kwargs)
             return around(inner, *args, **kwargs) if self.active else inner(*args, **kwargs)
 
         self.active = True
@@ -34,13 +38,21 @@ class MethodWrapper:
         self._name = name
         self._before = vars(owner).get(name, _ABSENT)
         self._method = types.MethodType(method, owner)
+        vars(method)[_WRAPPER] = self
         setattr(owner, name, self._method)
 
     def undo(self) -> None:
-        """Put back what was there. Where the method was wrapped again, it stays and only passes calls on."""
+        """Put back what was there.
+
+        Where the method was wrapped again, it only passes calls on until the wrapper above is undone too.
+        """
         self.active = False
-        if vars(self._owner).get(self._name) is self._method:
-            _restore(self._owner, self._name, self._before)
+        if vars(self._owner).get(self._name) is not self._method:
+            return
+        before = self._before
+        while (below := getattr(before, _WRAPPER, None)) is not None and not below.active:
+            before = below._before
+        _restore(self._owner, self._name, before)
 
 
 def _restore(owner: object, name: str, before: object) -> None:
@@ -76,13 +88,27 @@ def restored_on_error(owner: object, *names: str) -> Iterator[None]:
 
 
 @contextmanager
-def without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Every ``.grad`` is None; afterwards each is the very same tensor again."""
+def without_gradients(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Every ``.grad`` is None; afterwards each is the very same tensor again.
+
+    Unless ``optimizer.zero_grad`` was called meanwhile, by a hook or by the step itself: gradients that
+    somebody has cleared must not come back.
+    """
     grads = [parameter.grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
+    cleared = False
+    zero_grad = optimizer.zero_grad
+
+    def clearing(*args: Any, **kwargs: Any) -> None:
+        nonlocal cleared
+        cleared = True
+        zero_grad(*args, **kwargs)
+
+    with attributes(optimizer, zero_grad=clearing):
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, grad in zip(parameters, grads, strict=True):
+                if not cleared and parameter.grad is None:
+                    parameter.grad = grad

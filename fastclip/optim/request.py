@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""From an optimizer to the gradients of its next step, with their names and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..distributed import GradientList, ProcessGroups, spread
+from ..groups import Groups, MaxNorm, max_norm_of_groups, number_groups
+
+
+@dataclass
+class Request:
+    """What a step asks for.
+
+    Attributes:
+        parameters: those of the optimizer that have a gradient, here or on another process.
+        grads: theirs.
+        groups, labels: the number of each gradient's group and the label by number; empty for one norm.
+        grad_scale: what the gradients are still multiplied with, one element; None where they are not.
+        found_inf: other than 0 where somebody else found NaN or Inf in them; None where nobody looked.
+        names: gives the parameters' names; called only where they are needed.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameters: list[Tensor]
+    grads: GradientList
+    max_norm: float | Tensor
+    norm_type: float
+    nonfinite: str
+    groups: Sequence[int] = ()
+    labels: Sequence[Hashable] = ()
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    names: Callable[[], list[str]] = list
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a loss scaler stands behind the step. It leaves out what overflowed in every mode."""
+        return self.grad_scale is not None or self.found_inf is not None
+
+    @property
+    def raises(self) -> bool:
+        """Whether NaN or Inf is an error."""
+        return self.nonfinite == "error" and not self.is_scaled
+
+    @property
+    def mode(self) -> str:
+        """The `nonfinite` mode of the pass."""
+        return "skip" if self.is_scaled or self.nonfinite == "error" else self.nonfinite
+
+
+@dataclass(eq=False, repr=False)
+class Clipping:
+    """How the gradients of an optimizer are to be clipped, as given to :func:`fastclip.attach`."""
+
+    optimizer: torch.optim.Optimizer
+    max_norm: MaxNorm
+    norm_type: float
+    nonfinite: str
+    groups: Groups
+    process_group: ProcessGroups
+    names: dict[Tensor, str]
+
+    def request(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> Request:
+        every = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
+        each = [p.grad for _, p in every]
+        spread_list = spread([p for _, p in every], each, self.process_group)
+        grads: GradientList = [g for g in each if g is not None] if spread_list is None else spread_list
+        if spread_list is None:
+            indices = [index for index, grad in enumerate(each) if grad is not None]
+        else:
+            indices = spread_list.indices
+        parameters = [every[index][1] for index in indices]
+
+        def names() -> list[str]:
+            return self._names_of(parameters)
+
+        numbers, labels, max_norm = self._groups_of(every, indices)
+        return Request(
+            self.optimizer,
+            parameters,
+            grads,
+            max_norm,
+            self.norm_type,
+            self.nonfinite,
+            numbers,
+            labels,
+            grad_scale,
+            found_inf,
+            names,
+        )
+
+    def _groups_of(
+        self, every: list[tuple[int, Tensor]], indices: list[int]
+    ) -> tuple[list[int], list[Hashable], float | Tensor]:
+        """Numbers, labels and limits of the groups that have a gradient, out of those of all parameters."""
+        groups: Groups = [g for g, _ in every] if self.groups == "param_group" else self.groups
+        by_name = groups is not None and (isinstance(groups, str) or callable(groups))
+        names = self._names_of([p for _, p in every]) if by_name else [""] * len(every)
+        numbers, labels = number_groups(groups, names, list(range(len(every))), len(every))
+        max_norm = max_norm_of_groups(self.max_norm, labels, groups)
+        if not labels:
+            return [], [], max_norm
+        used = sorted({numbers[index] for index in indices})
+        renumbered = {number: position for position, number in enumerate(used)}
+        if isinstance(max_norm, Tensor) and max_norm.numel() == len(labels) > len(used):
+            max_norm = max_norm.reshape(-1)[used]
+        return [renumbered[numbers[i]] for i in indices], [labels[number] for number in used], max_norm
+
+    def _names_of(self, parameters: Sequence[Tensor]) -> list[str]:
+        known = names_in(self.optimizer) | self.names
+        return [known.get(p, "a removed parameter") for p in parameters]
+
+
+def names_in(optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """The names that the optimizer was given with its parameters, else their positions."""
+    return {
+        p: group["param_names"][i] if "param_names" in group else f"param_groups[{g}].params[{i}]"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    }
