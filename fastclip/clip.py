@@ -114,8 +114,9 @@ def clip_grad_norm_(
     unscaling = loss_scale.begin(scaler, optimizer, grads)
     if not grads:
         return torch.tensor(0.0)
-    require_foreach(tensors_of(grads), foreach)
-    require_extremes(tensors_of(grads), norm_type)
+    tensors = tensors_of(grads)
+    require_foreach(tensors, foreach)
+    require_extremes(tensors, norm_type)
     return _clip(grads, max_norm, norm_type, error_if_nonfinite, nonfinite, unscaling)
 
 

@@ -17,14 +17,14 @@ _agreed: set[tuple[str, int]] = set()
 
 
 def all_reduce(numbers: Tensor, group: Group, op: Any = None) -> Tensor:
-    """The sum (or what `op` says) over the group, where `numbers` lie. Those of a device that the group does
-    not serve, such as of gradients offloaded to the CPU, go to one that it serves and come back."""
+    """The sum (or what `op` says) over the group, where `numbers` lie, which may be overwritten.
+
+    Those of a device that the group does not serve, such as of gradients offloaded to the CPU, go to one that
+    it serves and come back.
+    """
     devices = [device.type for device in group._device_types]
-    sent = numbers.contiguous()
-    if numbers.device.type not in devices:
-        sent = numbers.to(torch.device(devices[0]))
-    elif sent is numbers:
-        sent = numbers.clone()
+    served = numbers.device.type in devices
+    sent = numbers.contiguous() if served else numbers.to(torch.device(devices[0]))
     dist.all_reduce(sent, op=dist.ReduceOp.SUM if op is None else op, group=group)
     return sent.to(numbers.device)
 

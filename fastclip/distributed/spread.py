@@ -18,20 +18,24 @@ from torch import Tensor
 from ..backends import reference
 from . import lists
 from .collectives import Group, require_agreement, sum_statistics
-from .layout import PLAIN, Layout, dtensor_class, layout_of, local_part, require_no_flat_shards, summed_part
+from .layout import PLAIN, Layout, dtensor_class, layout_of, local_parts, require_no_flat_shards, summed_part
 
 ProcessGroups = Group | Sequence[Group] | Mapping[Group, Iterable[Tensor]] | None
 
 
 @dataclass(slots=True)
-class _Row:
-    """One gradient of the list, wherever it lies."""
+class _Segment:
+    """Rows of one layout, in the order of the parameters."""
 
-    index: int  # of its parameter
-    holder: Tensor  # the parameter; where only gradients are known, the gradient
-    grad: Tensor | None  # None where another process may have it
-    layout: Layout
-    bucket: int = 0  # bit k: its sum is added over the further process group k
+    indices: list[int]  # of the parameters
+    holders: list[Tensor]  # the parameters; where only gradients are known, those
+    grads: list[Tensor | None]
+    locals: list[Tensor]  # the parts of the gradients that are here
+    shapes: list[tuple]  # of the wholes
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [grad for grad in self.grads if grad is not None]
 
 
 class Spread:
@@ -41,47 +45,50 @@ class Spread:
     its gradient is None, since another process may have it.
 
     Attributes:
+        indices: for each row the position of its parameter.
         alarms: after a pass, [world size]: how many NaN and Inf each process saw in what it holds.
+        totals: after a pass, statistics of all that counts, [any, 3], and the order under which they give the
+            norm. With process groups they are not those of the rows.
     """
 
-    @torch.no_grad()
-    def __init__(self, rows: list[_Row], process_groups: list[Group]) -> None:
-        order = {layout: number for number, layout in enumerate(dict.fromkeys(r.layout for r in rows))}
-        self._rows = sorted(rows, key=lambda row: order[row.layout]) if len(order) > 1 else rows
-        self._process_groups = process_groups
-        self._present = [number for number, row in enumerate(self._rows) if row.grad is not None]
-        here = [(row.grad, row.layout) for row in self._rows if row.grad is not None]
-        self._write = [grad if layout is PLAIN else local_part(grad) for grad, layout in here]
-        self._read = [
-            summed_part(grad) if layout.is_partial else local
-            for (grad, layout), local in zip(here, self._write, strict=True)
-        ]
+    def __init__(self, segments: dict[Layout, _Segment], process_group: ProcessGroups) -> None:
         self.alarms: Tensor | None = None
-
-    @property
-    def indices(self) -> list[int]:
-        """For each row the position of its parameter."""
-        return [row.index for row in self._rows]
+        self.totals: tuple[Tensor, float] | None = None
+        self._segments = list(segments.items())
+        self.indices = [index for part in segments.values() for index in part.indices]
+        self._holders = [holder for part in segments.values() for holder in part.holders]
+        self._grads = [grad for part in segments.values() for grad in part.grads]
+        self._present = [row for row, grad in enumerate(self._grads) if grad is not None]
+        self._write = [local for part in segments.values() for local in part.locals]
+        self._read = self._write
+        self._is_partial = any(layout.is_partial for layout in segments)
+        if self._is_partial:
+            self._read = [
+                summed_part(grad) if layout.is_partial else local
+                for layout, part in segments.items()
+                for grad, local in zip(part.gradients, part.locals, strict=True)
+            ]
+        self._process_groups, self._buckets = _buckets_of(process_group, self._holders)
 
     @property
     def gradients(self) -> list[Tensor]:
         """Those that are here, DTensors as wholes."""
-        return [row.grad for row in self._rows if row.grad is not None]
+        return [grad for grad in self._grads if grad is not None]
 
     @property
     def tensors(self) -> list[Tensor]:
         """For each row the gradient, or where it is not here, what would hold it."""
-        return [row.holder if row.grad is None else row.grad for row in self._rows]
+        return [h if g is None else g for h, g in zip(self._holders, self._grads, strict=True)]
 
     @property
-    def device(self) -> torch.device:
+    def _device(self) -> torch.device:
         """Of the statistics: that of the first gradient here, else of the first parameter."""
         if self._write:
             return self._write[0].device
-        if not self._rows:
+        if not self._holders:
             return torch.device("cpu")
-        first = self._rows[0]
-        return (first.holder if first.layout is PLAIN else local_part(first.holder)).device
+        first = self._holders[:1]
+        return (first if self._segments[0][0] is PLAIN else local_parts(first))[0].device
 
     # The operations of a list.
 
@@ -89,9 +96,8 @@ class Spread:
         self, norm_type: float, finite_only: bool = False, groups: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
         """See :func:`fastclip.distributed.lists.grad_stats`; the same on every process."""
-        stats, totals, over = self._measure(norm_type, finite_only)
-        total_norm = reference.totals(totals, over, groups)
-        return total_norm.to(reference.result_dtype([row.holder for row in self._rows])), stats
+        stats, totals, over, dtype = self._measure(norm_type, finite_only)
+        return reference.totals(totals, over, groups).to(dtype), stats
 
     def clip_(
         self,
@@ -103,13 +109,12 @@ class Spread:
     ) -> tuple[Tensor, Tensor]:
         """See :func:`fastclip.distributed.lists.clip_`; the same on every process."""
         zero = nonfinite == "zero"
-        if zero and any(row.layout.is_partial for row in self._rows):
+        if zero and self._is_partial:
             raise ValueError(
                 "expected nonfinite='propagate', 'error' or 'skip' for gradients with Partial placements, "
                 "but got 'zero': their elements are sums that have not been made yet"
             )
-        stats, totals, over = self._measure(norm_type, zero)
-        dtype = reference.result_dtype([row.holder for row in self._rows])
+        stats, totals, over, dtype = self._measure(norm_type, zero)
         summary = reference.summarize(totals, over, max_norm, groups, inv_scale, dtype)
         self._scale(reference.factors(summary, nonfinite, groups, inv_scale), zero)
         return summary, stats
@@ -120,7 +125,7 @@ class Spread:
 
     def clamp_(self, limit: float) -> None:
         """Limit the elements that are here."""
-        if any(row.layout.is_partial for row in self._rows):
+        if self._is_partial:
             raise NotImplementedError(
                 "expected gradients without Partial placements to clip by value: their elements are sums "
                 "that have not been made yet"
@@ -130,70 +135,70 @@ class Spread:
             self._mark_as_written()
 
     def _scale(self, factors: Tensor, zero_nonfinite: bool) -> None:
-        if not self._write:
+        if not self._write or (
+            factors.device.type == "cpu" and bool((factors == 1).all()) and not zero_nonfinite
+        ):
             return
-        if factors.numel() > 1 and len(self._write) < len(self._rows):
+        if factors.numel() > 1 and len(self._write) < len(self._holders):
             factors = factors[_index(self._present, factors.device)]
         lists.scale_(self._write, factors, zero_nonfinite)
         self._mark_as_written()
 
     def _mark_as_written(self) -> None:
         """The version of a DTensor is its own; the pass has told that of its local part."""
-        whole = [r.grad for r in self._rows if r.grad is not None and r.layout is not PLAIN]
+        whole = [grad for layout, part in self._segments if layout is not PLAIN for grad in part.gradients]
         torch.autograd.graph.increment_version(whole)
 
     # The pass.
 
-    def _measure(self, norm_type: float, finite_only: bool) -> tuple[Tensor, Tensor, float]:
-        """Statistics of the rows, those the total norm comes from, and the order under which it does."""
-        stats = self._statistics_here(norm_type, finite_only)
+    def _measure(self, norm_type: float, finite_only: bool) -> tuple[Tensor, Tensor, float, torch.dtype]:
+        """Statistics of the rows; those the norm comes from, the order under which it does, and its dtype."""
+        stats, dtype = self._statistics_here(norm_type, finite_only)
         alarms = stats.new_zeros(dist.get_world_size())
         alarms[dist.get_rank()] = stats[:, 1:].sum()
         for group, pieces in self._steps():
-            shapes = [self._rows[i].holder.shape for begin, end in pieces for i in range(begin, end)]
-            require_agreement(hash((len(shapes), tuple(shapes), norm_type)), group, stats.device)
-            part = torch.cat([stats[begin:end] for begin, end in pieces])
+            shapes = tuple(shape for part, _, _ in pieces for shape in part.shapes)
+            require_agreement(hash((shapes, norm_type)), group, stats.device)
+            sizes = [end - begin for _, begin, end in pieces]
+            part = torch.cat([stats[begin:end] for _, begin, end in pieces])
             part, alarms = sum_statistics(part, alarms, norm_type, group)
-            sizes = [end - begin for begin, end in pieces]
-            for (begin, end), piece in zip(pieces, part.split(sizes), strict=True):
+            for (_, begin, end), piece in zip(pieces, part.split(sizes), strict=True):
                 stats[begin:end] = piece
         totals, over = stats, norm_type
         if self._process_groups:
             totals, over, alarms = self._add_process_groups(stats, alarms, norm_type)
-        self.alarms = alarms
-        return stats, totals, over
+        self.alarms, self.totals = alarms, (totals, over)
+        return stats, totals, over, dtype
 
-    def _statistics_here(self, norm_type: float, finite_only: bool) -> Tensor:
-        """[rows, 3] of the local parts. What is not here adds nothing."""
+    def _statistics_here(self, norm_type: float, finite_only: bool) -> tuple[Tensor, torch.dtype]:
+        """[rows, 3] of the local parts, and the dtype of a norm. What is not here adds nothing."""
         if self._read:
-            found = lists.grad_stats(self._read, norm_type, finite_only)[1]
-            if len(self._read) == len(self._rows):
-                return found
-        stats = torch.zeros(len(self._rows), 3, dtype=reference.accumulation_dtype(self.device))
+            total_norm, found = lists.grad_stats(self._read, norm_type, finite_only)
+            if len(self._read) == len(self._holders):
+                return found, total_norm.dtype
+        stats = torch.zeros(len(self._holders), 3, dtype=reference.accumulation_dtype(self._device))
         if norm_type == -torch.inf:
             stats[:, 0] = torch.inf
-        stats = stats.to(self.device)
+        stats = stats.to(self._device)
         if self._read:
             stats[_index(self._present, stats.device)] = found
-        return stats
+        return stats, reference.result_dtype(self._holders)
 
-    def _steps(self) -> list[tuple[Group, list[tuple[int, int]]]]:
-        """The groups to sum over, in the order in which all their processes meet them, and the rows of each.
+    def _steps(self) -> list[tuple[Group, list[tuple[_Segment, int, int]]]]:
+        """The groups to sum over, in the order in which all their processes meet them; each with its segments
+        and where their rows begin and end.
 
         A row that is sharded on two dimensions is summed over the first and then, complete there, over the
         second. One collective serves all layouts of a group.
         """
-        pieces: dict[Group, list[tuple[int, int]]] = {}
+        steps: dict[Group, list[tuple[_Segment, int, int]]] = {}
         begin = 0
-        while begin < len(self._rows):
-            layout = self._rows[begin].layout
-            end = begin
-            while end < len(self._rows) and self._rows[end].layout is layout:
-                end += 1
+        for layout, part in self._segments:
+            end = begin + len(part.indices)
             for group in layout.groups:
-                pieces.setdefault(group, []).append((begin, end))
+                steps.setdefault(group, []).append((part, begin, end))
             begin = end
-        return list(pieces.items())
+        return list(steps.items())
 
     def _add_process_groups(
         self, stats: Tensor, alarms: Tensor, norm_type: float
@@ -209,9 +214,9 @@ class Spread:
         table = stats.new_zeros(2**count, 3)
         if norm_type == -torch.inf:
             table[:, 0] = torch.inf
-        for bucket in {row.bucket for row in self._rows}:
-            own = [i for i, row in enumerate(self._rows) if row.bucket == bucket]
-            rows = stats if len(own) == len(self._rows) else stats[_index(own, stats.device)]
+        for bucket in set(self._buckets):
+            own = [row for row, number in enumerate(self._buckets) if number == bucket]
+            rows = stats if len(own) == len(self._buckets) else stats[_index(own, stats.device)]
             table[bucket] = reference.combine(rows, norm_type)
         table = table.reshape([2] * count + [3])
         for number, group in enumerate(self._process_groups):
@@ -233,49 +238,54 @@ def spread(
     """
     if process_group is None and torch.compiler.is_compiling():
         return None
-    dtensor = dtensor_class()
-    if process_group is not None and not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is None:
+            return None
         raise RuntimeError("expected torch.distributed to be initialized, as process_group was given")
+    dtensor = dtensor_class()
     if process_group is None:
-        if not dist.is_available() or not dist.is_initialized():
+        types = {*map(type, parameters), *map(type, grads)}
+        if types != {dtensor}:
+            require_no_flat_shards(parameters)
+        if dtensor not in types:
             return None
-        require_no_flat_shards(list(parameters))
-        if dtensor is None or not ({*map(type, parameters), *map(type, grads)} & {dtensor}):
-            return None
-    rows = _rows_of(parameters, grads, dtensor)
-    return Spread(rows, _numbered(process_group, rows))
+    return Spread(_segments_of(parameters, grads, dtensor), process_group)
 
 
-def _rows_of(parameters: Sequence[Tensor], grads: Sequence[Tensor | None], dtensor: Any) -> list[_Row]:
-    rows = []
-    layouts: dict[tuple, Layout] = {}  # looking at a mesh takes longer than all else
-    for index, (holder, grad) in enumerate(zip(parameters, grads, strict=True)):
-        known: Any = holder if grad is None else grad
-        if dtensor is None or not isinstance(known, dtensor):
-            if grad is not None:
-                rows.append(_Row(index, holder, grad, PLAIN))
-            continue
-        key = (id(known.device_mesh), known.placements)
-        if (layout := layouts.get(key)) is None:
-            layout = layouts[key] = layout_of(known)
-        rows.append(_Row(index, holder, grad, layout))
-    return rows
+def _segments_of(
+    parameters: Sequence[Tensor], grads: Sequence[Tensor | None], dtensor: Any
+) -> dict[Layout, _Segment]:
+    # The loops over thousands of DTensors are most of a call's cost: attributes, not properties, and no call.
+    known: list[Any] = [p if g is None else g for p, g in zip(parameters, grads, strict=True)]
+    layouts = [layout_of(tensor._spec) if type(tensor) is dtensor else PLAIN for tensor in known]
+    segments: dict[Layout, _Segment] = {}
+    for layout in dict.fromkeys(layouts):
+        indices = [
+            i
+            for i, own in enumerate(layouts)
+            if own is layout and (layout is not PLAIN or grads[i] is not None)
+        ]
+        here = [known[i] for i in indices if grads[i] is not None]
+        segments[layout] = _Segment(
+            indices,
+            [parameters[i] for i in indices],
+            [grads[i] for i in indices],
+            here if layout is PLAIN else local_parts(here),
+            [] if layout is PLAIN else [known[i]._spec.tensor_meta.shape for i in indices],
+        )
+    return segments
 
 
-def _numbered(process_group: ProcessGroups, rows: list[_Row]) -> list[Group]:
-    """The further groups in their order; marks the rows that each of them adds up."""
+def _buckets_of(process_group: ProcessGroups, holders: list[Tensor]) -> tuple[list[Group], list[int]]:
+    """The further groups, and for each row a number whose bit k says that group k adds it up."""
     if process_group is None:
-        return []
+        return [], []
     if isinstance(process_group, Mapping):
-        for number, parameters in enumerate(process_group.values()):
-            own = {id(parameter) for parameter in parameters}
-            for row in rows:
-                row.bucket |= (id(row.holder) in own) << number
-        return list(process_group)
+        members = [{id(parameter) for parameter in own} for own in process_group.values()]
+        each = [sum((id(h) in own) << k for k, own in enumerate(members)) for h in holders]
+        return list(process_group), each
     groups = list(process_group) if isinstance(process_group, Sequence) else [process_group]
-    for row in rows:
-        row.bucket = 2 ** len(groups) - 1
-    return groups
+    return groups, [2 ** len(groups) - 1] * len(holders)
 
 
 def _index(numbers: list[int], device: torch.device) -> Tensor:

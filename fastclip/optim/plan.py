@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from .. import loss_scale
 from ..backends import reference
 from ..collect import require_extremes, tensors_of
-from ..distributed import clip_, grad_stats
+from ..distributed import Spread, clip_, grad_stats
 from ..stats import GradStats, alarms_of, describe_nonfinite
 from .request import Request
 from .wrapping import attributes, without_gradients
@@ -53,8 +53,11 @@ class Plan:
     def summary(self) -> Tensor:
         if self.known_summary is None:
             r = self.request
+            totals = self.stats, r.norm_type
+            if isinstance(r.grads, Spread) and r.grads.totals is not None:
+                totals = r.grads.totals
             self.known_summary = reference.summarize(
-                self.stats, r.norm_type, r.max_norm, r.groups, self.inv_scale, torch.float32
+                *totals, r.max_norm, r.groups, self.inv_scale, torch.float32
             )
         return self.known_summary
 

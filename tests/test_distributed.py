@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Real gloo processes: sharded gradients, data, tensor and pipeline parallelism, and what goes wrong."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("this torch has no gloo", allow_module_level=True)
+
+import rank_jobs  # noqa: E402
+from ranks import RankFailed, Ranks  # noqa: E402
+
+INF = math.inf
+ORDERS = [2.0, 1.0, INF, 3.0, 0.5]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    processes = Ranks(request.param)
+    yield processes
+    processes.stop()
+
+
+def assert_same_on_all(results: list) -> None:
+    """Bit for bit, NaN included."""
+    assert all(repr(result) == repr(results[0]) for result in results), results
+
+
+def test_every_layout_equals_the_whole(ranks):
+    shape = (2,) if ranks.world == 2 else (2, 2)
+    assert_same_on_all(ranks.run(rank_jobs.clip_layouts, shape, ORDERS))
+    if ranks.world == 4:
+        assert_same_on_all(ranks.run(rank_jobs.clip_layouts, (4,), [2.0, INF]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [("sgd", "clip"), ("adamw_fused", "attach"), ("adamw_foreach", "attach")]
+)
+def test_fsdp2(ranks, kind, way):
+    assert_same_on_all(ranks.run(rank_jobs.fsdp2, (ranks.world,), kind, way))
+
+
+@pytest.mark.parametrize("kind", ["adamw_fused", "adamw_foreach"])
+def test_a_nan_on_one_rank_is_skipped_by_all(ranks, kind):
+    assert_same_on_all(ranks.run(rank_jobs.fsdp2, (ranks.world,), kind, "attach", ranks.world - 1))
+
+
+def test_fsdp2_over_tensor_parallelism(ranks):
+    if ranks.world < 4:
+        pytest.skip("needs 4 ranks")
+    assert_same_on_all(ranks.run(rank_jobs.fsdp2, (2, 2), "sgd", "clip"))
+
+
+def test_hsdp(ranks):
+    if ranks.world < 4:
+        pytest.skip("needs 4 ranks")
+    assert_same_on_all(ranks.run(rank_jobs.hsdp, "sgd"))
+
+
+@pytest.mark.parametrize(("kind", "way"), [("sgd", "clip"), ("adamw_fused", "attach")])
+def test_data_parallel(ranks, kind, way):
+    assert_same_on_all(ranks.run(rank_jobs.ddp, kind, way))
+
+
+def test_tensor_parallel(ranks):
+    if ranks.world > 2:
+        pytest.skip("8 features over 2 ranks")
+    assert_same_on_all(ranks.run(rank_jobs.tensor_parallel, "sgd", "clip"))
+
+
+@pytest.mark.parametrize(("kind", "way"), [("sgd", "clip"), ("adamw_fused", "attach"), ("sgd", "attach")])
+def test_pipeline(ranks, kind, way):
+    if ranks.world > 2:
+        pytest.skip("two stages")
+    assert_same_on_all(ranks.run(rank_jobs.pipeline, kind, way))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, INF, 0.0, -INF])
+def test_experts_of_each_rank_and_a_router_of_all(ranks, norm_type):
+    assert_same_on_all(ranks.run(rank_jobs.experts, norm_type))
+
+
+def test_the_other_functions(ranks):
+    assert_same_on_all(ranks.run(rank_jobs.other_functions))
+
+
+def test_nan_on_one_rank(ranks):
+    last = ranks.world - 1
+    for nonfinite in ("skip", "propagate", "zero"):
+        results = ranks.run(rank_jobs.nan_on_one_rank, nonfinite)
+        assert all(found == ("layer2", 1, 1, [last], 1.0) for found, *_ in results), results
+        assert_same_on_all([norm for *_, norm in results])
+        changed = [c for _, own, _, _ in results for c in own]
+        assert not any(changed) if nonfinite == "skip" else all(changed)
+        assert_same_on_all([finite for _, _, finite, _ in results])
+        assert all(results[0][2]) == (nonfinite == "zero")
+
+
+def test_an_error_is_raised_on_every_rank_and_names_parameter_and_rank(ranks):
+    for message, unchanged in ranks.run(rank_jobs.nan_on_one_rank, "error"):
+        assert f"layer2 (1 NaN, 1 Inf), seen by rank {ranks.world - 1}" in message and unchanged
+
+
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_a_rank_without_gradients(ranks, norm_type):
+    """With fewer rows than ranks too, so that some shards are empty."""
+    assert_same_on_all(ranks.run(rank_jobs.rank_without_gradients, norm_type))
+
+
+def test_unequal_lists_raise_on_every_rank(ranks):
+    for message in ranks.run(rank_jobs.unequal_lists):
+        assert "the same sharded parameters on each" in message
+
+
+def test_flat_shards_of_fsdp1(ranks):
+    for refused, attach_refused, norm, expected in ranks.run(rank_jobs.flat_shards):
+        assert "flat shards" in refused and "process_group=model.process_group" in refused
+        assert refused == attach_refused
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_rank_that_hangs_fails_the_test_and_leaves_no_process(monkeypatch):
+    import ranks as module
+
+    monkeypatch.setattr(module, "TIMEOUT", 20.0)
+    processes = Ranks(1)
+    assert processes.run(rank_jobs.whole_gradients)[0][0].shape == (7, 6)
+    monkeypatch.setattr(module, "TIMEOUT", 1.0)
+    alive = list(processes._processes)
+    with pytest.raises(RankFailed, match="rank 0 gave no answer in 1 seconds"):
+        processes.run(rank_jobs.sleep, 30.0)
+    assert not any(process.is_alive() for process in alive)
+    with pytest.raises(RankFailed, match=r"rank 0 raised:(.|\n)*ZeroDivisionError"):
+        monkeypatch.setattr(module, "TIMEOUT", 20.0)
+        processes.run(rank_jobs.fail)
+    processes.stop()
