@@ -2,6 +2,10 @@
 """Real gloo processes: sharded gradients, data, tensor and pipeline parallelism, and what goes wrong."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,8 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 
 import rank_jobs  # noqa: E402
 from ranks import RankFailed, Ranks  # noqa: E402
+
+from benchmarks.collectives import cost  # noqa: E402
 
 INF = math.inf
 ORDERS = [2.0, 1.0, INF, 3.0, 0.5]
@@ -109,7 +115,10 @@ def test_a_rank_without_gradients(ranks, norm_type):
     assert_same_on_all(ranks.run(rank_jobs.rank_without_gradients, norm_type))
 
 
-def test_unequal_lists_raise_on_every_rank(ranks):
+@pytest.mark.parametrize("when", ["at first", "later"])
+def test_unequal_lists_raise_on_every_rank(ranks, when):
+    if when == "at first":
+        ranks.stop()
     for message in ranks.run(rank_jobs.unequal_lists):
         assert "the same sharded parameters on each" in message
 
@@ -136,3 +145,51 @@ def test_a_rank_that_hangs_fails_the_test_and_leaves_no_process(monkeypatch):
         monkeypatch.setattr(module, "TIMEOUT", 20.0)
         processes.run(rank_jobs.fail)
     processes.stop()
+
+
+COUNTED = [((2,), [6]), ((4,), [6]), ((2, 2), [4, 3])]  # the last: rows of fsdp_tp over dp, over tp
+
+
+@pytest.mark.parametrize("with_group", [False, True])
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_collectives_are_those_of_the_formula(ranks, norm_type, with_group):
+    for shape, rows in COUNTED:
+        if math.prod(shape) != ranks.world:
+            continue
+        expected = cost(rows, ranks.world, math.isinf(norm_type), int(with_group))
+        groups = [*shape, *[ranks.world] * with_group]
+        sizes = [size for size in groups for _ in range(2 if math.isinf(norm_type) else 1)]
+        for seen in ranks.run(rank_jobs.count_collectives, shape, norm_type, with_group):
+            assert [numel for _, numel in seen] == list(expected.sizes)
+            assert [size for size, _ in seen] == sizes
+
+
+def test_collectives_of_eight_processes():
+    """8 ranks on any number of cores: 2 x 4, so that both dimensions shard."""
+    processes = Ranks(8)
+    try:
+        seen = processes.run(rank_jobs.count_collectives, (2, 4), 2.0, False)
+    finally:
+        processes.stop()
+    assert all([numel for _, numel in own] == list(cost([4, 3], 8).sizes) for own in seen)
+
+
+def test_the_example(tmp_path):
+    """examples/fsdp2.py, started by torchrun as its users do."""
+    example = Path(__file__).parent.parent / "examples" / "fsdp2.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, str(example), "--steps", "12"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(lines) == 12  # one rank prints
+    assert "left out: NaN or Inf in" in done.stdout and "on rank 0, 1" in done.stdout
+    assert "the loss of rank 1 in step 6 is nan" in done.stdout
+    first, last = (float(line.split("loss ")[1].split()[0]) for line in (lines[0], lines[-1]))
+    assert last < first

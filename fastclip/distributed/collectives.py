@@ -12,8 +12,8 @@ from torch import Tensor
 
 Group = Any  # torch.distributed.ProcessGroup, which is absent where torch was built without it
 
-# (name of the group, signature) of what its processes have been found to agree on.
-_agreed: set[tuple[str, int]] = set()
+_met: set[str] = set()  # names of the groups whose processes have once agreed on a list
+_HEADER = 3
 
 
 def all_reduce(numbers: Tensor, group: Group, op: Any = None) -> Tensor:
@@ -29,46 +29,86 @@ def all_reduce(numbers: Tensor, group: Group, op: Any = None) -> Tensor:
     return sent.to(numbers.device)
 
 
-def sum_statistics(stats: Tensor, alarms: Tensor, norm_type: float, group: Group) -> tuple[Tensor, Tensor]:
+def sum_statistics(
+    stats: Tensor, alarms: Tensor, norm_type: float, group: Group, signature: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Statistics, [R, 3], and alarms, [world size], of all processes of the group together.
 
     One all_reduce; two for an extreme, whose first column is no sum.
-    """
-    if not math.isinf(norm_type):
-        packed = all_reduce(torch.cat([stats.reshape(-1), alarms]), group)
-        return packed[: stats.numel()].reshape(stats.shape), packed[stats.numel() :]
-    largest = norm_type > 0
-    # What a maximum makes of NaN depends on the library below; the counts tell the truth about them.
-    neutral = 0.0 if largest else math.inf
-    extreme = torch.where(stats[:, 0].isfinite(), stats[:, 0], neutral)
-    extreme = all_reduce(extreme, group, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
-    packed = all_reduce(torch.cat([stats[:, 1:].reshape(-1), alarms]), group)
-    counts = packed[: 2 * len(stats)].reshape(-1, 2)
-    if largest:
-        extreme = torch.where(counts[:, 1] > 0, math.inf, extreme)
-    extreme = torch.where(counts[:, 0] > 0, math.nan, extreme)
-    return torch.cat([extreme.unsqueeze(1), counts], 1), packed[2 * len(stats) :]
 
-
-def require_agreement(signature: int, group: Group, device: torch.device) -> None:
-    """The first time a group meets a list, see that all its processes have come with the same one.
-
-    They would add up numbers of different gradients otherwise, or wait for one another forever.
+    Args:
+        signature: of the list that the rows stand for, which must be the same one on every process.
 
     Raises:
-        RuntimeError: on every process of the group, if their lists differ.
+        RuntimeError: on every process, if the lists differ. Where the device would have to be waited for,
+            only the first call of a group raises; a later one makes all statistics NaN.
     """
-    key = (group.group_name, signature)
-    if key in _agreed:
-        return
-    low = float(signature & 0xFFFF)  # small enough for exact sums of squares
-    count, total, squares = all_reduce(
-        torch.tensor([1.0, low, low * low], dtype=torch.float64, device=device), group
-    ).tolist()
-    if count * squares != total * total:
+    if signature is not None and group.group_name not in _met:
+        _require_same(all_reduce(_header(signature, stats), group), group)
+        _met.add(group.group_name)
+    header = _header(signature or 0, stats)
+    if not math.isinf(norm_type):
+        header, flat, alarms = _sum(header, stats.reshape(-1), alarms, group)
+        total = flat.reshape(stats.shape)
+    else:
+        extreme = _extreme(stats[:, 0], norm_type > 0, group)
+        header, flat, alarms = _sum(header, stats[:, 1:].reshape(-1), alarms, group)
+        counts = flat.reshape(-1, 2)
+        if norm_type > 0:
+            extreme = torch.where(counts[:, 1] > 0, math.inf, extreme)
+        extreme = torch.where(counts[:, 0] > 0, math.nan, extreme)
+        total = torch.cat([extreme.unsqueeze(1), counts], 1)
+    if header.device.type == "cpu":
+        _require_same(header, group)
+    else:
+        total = torch.where(_are_same(header), total, math.nan)
+    return total, alarms
+
+
+def _sum(header: Tensor, numbers: Tensor, alarms: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """All three summed in one collective.
+
+    It is padded to a power of two: where the lists of the processes differ, the library below must get as
+    much from each, or it aborts the process before anybody can say why.
+    """
+    used = _HEADER + len(numbers) + len(alarms)
+    padding = numbers.new_zeros(_padded(used) - used)
+    summed = all_reduce(torch.cat([header, alarms, numbers, padding]), group)
+    start = _HEADER + len(alarms)
+    return summed[:_HEADER], summed[start : start + len(numbers)], summed[_HEADER:start]
+
+
+def _extreme(column: Tensor, largest: bool, group: Group) -> Tensor:
+    """The largest or smallest of each row. What a library makes of NaN differs; the counts tell of them."""
+    neutral = 0.0 if largest else math.inf
+    finite = torch.where(column.isfinite(), column, neutral)
+    finite = torch.nn.functional.pad(finite, (0, _padded(len(column)) - len(column)))
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
+    return all_reduce(finite, group, op)[: len(column)]
+
+
+def _padded(count: int) -> int:
+    return 1 << (count - 1).bit_length() if count > 0 else 0
+
+
+def _header(signature: int, like: Tensor) -> Tensor:
+    """Count, sum and sum of squares of the signatures, once they are summed up; exact, for they are small."""
+    low = float(signature & (0xFFFF if like.dtype is torch.float64 else 0x3F))
+    header = like.new_ones(_HEADER)
+    header[1] = low  # filled in on the device, which is not waited for
+    header[2] = low * low
+    return header
+
+
+def _are_same(header: Tensor) -> Tensor:
+    """Whether the signatures have no variance."""
+    return header[0] * header[2] == header[1] * header[1]
+
+
+def _require_same(header: Tensor, group: Group) -> None:
+    if not bool(_are_same(header)):
         raise RuntimeError(
-            f"expected the same sharded parameters on each of the {int(count)} processes that share them, "
-            f"but the lists differ (this one's signature: {int(low)}). Pass all parameters of the model on "
-            "every process, in the same order, whether they have gradients or not. Nothing was changed"
+            f"expected the same sharded parameters on each of the {group.size()} processes that share them, "
+            "but the lists differ. Pass all parameters of the model on every process, in the same order, "
+            "whether they have gradients or not. Nothing was changed"
         )
-    _agreed.add(key)

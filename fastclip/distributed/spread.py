@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..backends import reference
 from . import lists
-from .collectives import Group, require_agreement, sum_statistics
+from .collectives import Group, sum_statistics
 from .layout import PLAIN, Layout, dtensor_class, layout_of, local_parts, require_no_flat_shards, summed_part
 
 ProcessGroups = Group | Sequence[Group] | Mapping[Group, Iterable[Tensor]] | None
@@ -158,10 +158,9 @@ class Spread:
         alarms[dist.get_rank()] = stats[:, 1:].sum()
         for group, pieces in self._steps():
             shapes = tuple(shape for part, _, _ in pieces for shape in part.shapes)
-            require_agreement(hash((shapes, norm_type)), group, stats.device)
             sizes = [end - begin for _, begin, end in pieces]
             part = torch.cat([stats[begin:end] for _, begin, end in pieces])
-            part, alarms = sum_statistics(part, alarms, norm_type, group)
+            part, alarms = sum_statistics(part, alarms, norm_type, group, hash((shapes, norm_type)))
             for (_, begin, end), piece in zip(pieces, part.split(sizes), strict=True):
                 stats[begin:end] = piece
         totals, over = stats, norm_type
