@@ -33,9 +33,7 @@ def make_model(device: str) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="FSDP2 with fastclip, to be started by torchrun")
     parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args().steps
     device = "cuda" if torch.cuda.is_available() else "cpu"

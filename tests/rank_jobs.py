@@ -17,11 +17,15 @@ import fastclip
 INF, NAN = math.inf, math.nan
 
 
+def device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def whole_gradients(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """The same on every rank: uneven for two and four ranks, with fewer rows than ranks, and empty."""
     generator = torch.Generator().manual_seed(5)
     shapes = [(7, 6), (1, 5), (8, 3), (4, 4), (33,), (9, 2)]
-    return [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+    return [torch.randn(s, generator=generator).to(device(), dtype) for s in shapes]
 
 
 def parameter_of(value: Tensor, mesh, placements) -> nn.Parameter:
@@ -84,7 +88,7 @@ def make(layouts, mesh, values) -> list[nn.Parameter]:
 
 
 def mesh_of(shape: tuple[int, ...]):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+    return init_device_mesh(device(), shape, mesh_dim_names=("dp", "tp")[: len(shape)])
 
 
 def clip_layouts(shape: tuple[int, ...], norm_types: list[float]) -> list[tuple]:
@@ -120,14 +124,16 @@ WIDTH = 13  # shards are uneven
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(
+    model = nn.Sequential(
         nn.Linear(6, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3)
     )
+    return model.to(device())
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     x = torch.randn(8, 6, generator=generator)
+    x = x.to(device())
     return x, torch.stack([x.sum(1), x[:, 0], x[:, 1] * 3], 1)
 
 
@@ -249,7 +255,7 @@ def ddp(kind: str, way: str, poison_rank: int | None = None) -> list[float]:
 def tensor_parallel(kind: str, way: str) -> list[float]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     model = make_model()
     parallelize_module(model, mesh, {"2": ColwiseParallel(), "4": RowwiseParallel()})
     # A DTensor and a plain tensor cannot be stepped in one foreach call by torch: sgd goes one by one.
@@ -323,6 +329,28 @@ def experts(norm_type: float) -> list[float]:
 
 
 # The other functions, and what goes wrong.
+
+
+def two_meshes() -> list[float]:
+    """Of other names over the same ranks, and over each rank alone: torch stacks norms of one mesh only."""
+    world = dist.get_world_size()
+    meshes = [
+        init_device_mesh(device(), (world,), mesh_dim_names=("x",)),
+        init_device_mesh(device(), (1, world), mesh_dim_names=("one", "y")),
+        mesh_of((world,)),
+    ]
+    values = whole_gradients()
+    gold = torch.nn.utils.get_total_norm(values)
+    placements = [[Shard(0)], [Shard(0), Shard(1)], [Replicate()]]
+    parameters = [
+        parameter_of(v, meshes[i % 3], placements[i % 3] if v.dim() > 1 else [Shard(0)] * meshes[i % 3].ndim)
+        for i, v in enumerate(values)
+    ]
+    total_norm = fastclip.clip_grad_norm_(parameters, 0.1)
+    torch.testing.assert_close(total_norm, gold, rtol=1e-6, atol=0)
+    for p, v in zip(parameters, values, strict=True):
+        torch.testing.assert_close(whole(p.grad), v * (0.1 / (gold + 1e-6)), rtol=1e-5, atol=1e-9)
+    return [total_norm.item()]
 
 
 def other_functions() -> list[float]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Processes that talk by gloo, kept for a whole test session: starting them costs more than most tests.
+"""Processes that talk by gloo or NCCL, kept for many tests: starting them costs more than most tests do.
 
 A test hands a function of one of these modules to all of them. What one raises is told; a rank that does not
 answer in time is killed with all others, and the test fails.
@@ -22,13 +22,15 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 TIMEOUT = 60.0  # seconds for a test, hard
-COLLECTIVE_TIMEOUT = 15.0  # after which gloo gives up waiting for a rank
+COLLECTIVE_TIMEOUT = 15.0  # after which a collective gives up waiting for a rank
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, backend: str, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
@@ -53,8 +55,9 @@ class RankFailed(AssertionError):
 class Ranks:
     """`world` processes, ranks 0 to world - 1."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, backend: str = "gloo") -> None:
         self.world = world
+        self._backend = backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -64,7 +67,8 @@ class Ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         for rank in range(self.world):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, store, theirs), daemon=True)
+            arguments = (rank, self.world, self._backend, store, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(mine)

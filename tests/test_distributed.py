@@ -88,6 +88,10 @@ def test_experts_of_each_rank_and_a_router_of_all(ranks, norm_type):
     assert_same_on_all(ranks.run(rank_jobs.experts, norm_type))
 
 
+def test_meshes_mix(ranks):
+    assert_same_on_all(ranks.run(rank_jobs.two_meshes))
+
+
 def test_the_other_functions(ranks):
     assert_same_on_all(ranks.run(rank_jobs.other_functions))
 
