@@ -241,6 +241,35 @@ def hsdp(kind: str) -> list[float]:
     return assert_like_alone(weights_of_after(model, kind), model.norms, kind)
 
 
+def overflow_on_one_rank(attached: bool) -> list:
+    """A loss scaler over shards, one of which overflows: all ranks leave the step out and lower the scale."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model()
+    fully_shard(model, mesh=mesh_of((dist.get_world_size(),)))
+    optimizer = make_optimizer("adamw_fused", model.parameters())
+    scaler = fastclip.GradScaler(device(), init_scale=64.0)
+    handle = fastclip.attach(optimizer, MAX_NORM, scaler=scaler) if attached else None
+    before = {name: value.clone() for name, value in weights_of(model).items()}
+    scales = []
+    for step in range(3):
+        x, y = batch_of(step)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x, y)).backward()
+        if step == 0 and dist.get_rank() == 0:
+            next(iter(model.parameters())).grad.to_local()[0, 0] = INF
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if step == 0:
+            after = weights_of(model)
+            assert all(torch.equal(after[name], value) for name, value in before.items())
+            assert scaler.stats.nonfinite_ranks == [0] and scaler.overflows == 1
+            assert handle is None or handle.last_step_applied is False
+    assert not torch.equal(weights_of(model)["0.weight"], before["0.weight"])
+    return scales
+
+
 def weights_of_after(model: nn.Module, kind: str) -> dict[str, Tensor]:
     model.norms = train(model, kind, "clip", 4, dist.get_rank())
     return weights_of(model)
@@ -488,6 +517,34 @@ def count_collectives(shape: tuple[int, ...], norm_type: float, with_group: bool
     finally:
         collectives.dist.all_reduce = real
     return seen
+
+
+def mistaken_groups() -> list[str]:
+    """Errors, the same on every rank, before any collective."""
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    outside = dist.new_group([dist.get_world_size() - 1])
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    calls = [
+        lambda: fastclip.clip_grad_norm_([p], 1.0, process_group="pipeline"),
+        lambda: fastclip.attach(optimizer, 1.0, process_group={3: [p]}),
+        lambda: fastclip.clip_([p], 1.0, groups="tensor", process_group=dist.group.WORLD),
+    ]
+    if dist.get_rank() == 0:
+        calls.append(lambda: fastclip.get_total_norm([p], process_group=outside))
+    messages = []
+    for call in calls:
+        try:
+            call()
+            messages.append("nothing was raised")
+        except (TypeError, ValueError) as error:
+            messages.append(str(error))
+    handle = fastclip.attach(optimizer, 1.0, process_group={dist.group.WORLD: iter([p])})
+    for _ in range(2):  # the iterable is there for the second step too
+        p.grad = torch.ones(2)
+        optimizer.step()
+        assert abs(handle.stats.total_norm.item() - (2 * dist.get_world_size()) ** 0.5) < 1e-6
+    return messages
 
 
 def sleep(seconds: float) -> None:

@@ -107,6 +107,12 @@ def test_a_limit_that_is_no_number_raises(value):
     assert (holder.grad == 1).all()
 
 
+def test_a_process_group_without_processes_raises():
+    p = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeError, match="expected torch.distributed to be initialized, as process_group"):
+        fastclip.clip_grad_norm_([p], 1.0, process_group=object())
+
+
 def test_csr_gradients_raise(backend):
     dense = torch.eye(3)
     with pytest.raises(TypeError, match="strided or sparse COO gradients, but got layout torch.sparse_csr"):

@@ -53,6 +53,12 @@ def test_a_nan_on_one_rank_is_skipped_by_all(ranks, kind):
     assert_same_on_all(ranks.run(rank_jobs.fsdp2, (ranks.world,), kind, "attach", ranks.world - 1))
 
 
+@pytest.mark.parametrize("attached", [True, False])
+def test_an_overflow_on_one_rank_is_one_for_all(ranks, attached):
+    results = ranks.run(rank_jobs.overflow_on_one_rank, attached)
+    assert all(scales == [32.0, 32.0, 32.0] for scales in results), results
+
+
 def test_fsdp2_over_tensor_parallelism(ranks):
     if ranks.world < 4:
         pytest.skip("needs 4 ranks")
@@ -125,6 +131,14 @@ def test_unequal_lists_raise_on_every_rank(ranks, when):
         ranks.stop()
     for message in ranks.run(rank_jobs.unequal_lists):
         assert "the same sharded parameters on each" in message
+
+
+def test_mistaken_process_groups(ranks):
+    results = ranks.run(rank_jobs.mistaken_groups)
+    for messages in results:
+        assert "but got 'p'" in messages[0] and "but got 3" in messages[1]
+        assert messages[2] == "expected groups or process_group, but got both"
+    assert "of which this process is a member" in results[0][3]
 
 
 def test_flat_shards_of_fsdp1(ranks):

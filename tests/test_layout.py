@@ -23,7 +23,7 @@ LAYERS = [
     ["backends.reference", "backends.native", "backends.triton"],
     ["backends"],
     ["distributed.lists", "distributed.collectives"],
-    ["distributed.layout"],
+    ["distributed.layout", "distributed.process_groups"],
     ["distributed.spread"],
     ["distributed"],
     ["collect", "loss_scale"],

@@ -12,9 +12,20 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import lists
-from .spread import ProcessGroups, Spread, spread
+from .process_groups import ProcessGroups, require_process_group
+from .spread import Spread, spread
 
-__all__ = ["GradientList", "ProcessGroups", "Spread", "clamp_", "clip_", "grad_stats", "scale_", "spread"]
+__all__ = [
+    "GradientList",
+    "ProcessGroups",
+    "Spread",
+    "clamp_",
+    "clip_",
+    "grad_stats",
+    "require_process_group",
+    "scale_",
+    "spread",
+]
 
 GradientList = list[Tensor] | Spread
 

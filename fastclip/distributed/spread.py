@@ -7,7 +7,7 @@ Gradients never travel, only a few numbers for each do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,7 @@ from ..backends import reference
 from . import lists
 from .collectives import Group, sum_statistics
 from .layout import PLAIN, Layout, dtensor_class, layout_of, local_parts, require_no_flat_shards, summed_part
-
-ProcessGroups = Group | Sequence[Group] | Mapping[Group, Iterable[Tensor]] | None
+from .process_groups import ProcessGroups, buckets_of, require_process_group
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ class Spread:
                 for layout, part in segments.items()
                 for grad, local in zip(part.gradients, part.locals, strict=True)
             ]
-        self._process_groups, self._buckets = _buckets_of(process_group, self._holders)
+        self._process_groups, self._buckets = buckets_of(process_group, self._holders)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -237,10 +236,9 @@ def spread(
     """
     if process_group is None and torch.compiler.is_compiling():
         return None
+    process_group = require_process_group(process_group)
     if not dist.is_available() or not dist.is_initialized():
-        if process_group is None:
-            return None
-        raise RuntimeError("expected torch.distributed to be initialized, as process_group was given")
+        return None
     dtensor = dtensor_class()
     if process_group is None:
         types = {*map(type, parameters), *map(type, grads)}
@@ -273,18 +271,6 @@ def _segments_of(
             [] if layout is PLAIN else [known[i]._spec.tensor_meta.shape for i in indices],
         )
     return segments
-
-
-def _buckets_of(process_group: ProcessGroups, holders: list[Tensor]) -> tuple[list[Group], list[int]]:
-    """The further groups, and for each row a number whose bit k says that group k adds it up."""
-    if process_group is None:
-        return [], []
-    if isinstance(process_group, Mapping):
-        members = [{id(parameter) for parameter in own} for own in process_group.values()]
-        each = [sum((id(h) in own) << k for k, own in enumerate(members)) for h in holders]
-        return list(process_group), each
-    groups = list(process_group) if isinstance(process_group, Sequence) else [process_group]
-    return groups, [2 ** len(groups) - 1] * len(holders)
 
 
 def _index(numbers: list[int], device: torch.device) -> Tensor:

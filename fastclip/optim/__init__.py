@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 
 from .. import loss_scale
 from ..collect import require_nonfinite
-from ..distributed import ProcessGroups
+from ..distributed import ProcessGroups, require_process_group
 from ..groups import Groups, MaxNorm, require_groups_or_process_group
 from .handle import Handle, handle_of
 from .request import Clipping
@@ -68,6 +68,7 @@ def attach(
     loss_scale.require_scaler(scaler)
     require_nonfinite(nonfinite)
     require_groups_or_process_group(groups, process_group)
+    process_group = require_process_group(process_group)
     if handle_of(optimizer) is not None:
         raise RuntimeError(
             f"this {type(optimizer).__name__} is attached already; call detach() of that handle first"

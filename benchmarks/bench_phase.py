@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The whole phase of the optimizer, and sharded gradients, as cases of their own."""
+
+from __future__ import annotations
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from . import collectives, parity, phases, sharded
+from .machine import available_memory
+from .timing import MIN_PAIRS
+from .workloads import SMOKE, WORKLOADS, Gradients
+
+
+@pytest.mark.parametrize("name", ["torch", "fastclip"])
+@pytest.mark.parametrize("setting", phases.settings(), ids=lambda s: "-".join(map(str, s.case)))
+def test_phase(benchmark: BenchmarkFixture, setting: phases.Setting, name: str) -> None:
+    workload = WORKLOADS[setting.workload]
+    if 8 * workload.nbytes(setting.dtype) > available_memory():
+        pytest.skip("not enough memory")
+    gradients = Gradients(workload, setting.dtype)
+    exact = parity.exact_norm(gradients.saved)
+    phase = phases.Phase(setting, gradients.parameters, gradients.saved, exact)
+    phase.check()
+    call = phase.torch_call if name == "torch" else phase.fastclip_call
+    benchmark.pedantic(call, setup=phase.prepare, rounds=MIN_PAIRS, iterations=1)
+
+
+def test_sharded() -> None:
+    for count, theirs, ours in sharded.measure(2):
+        assert theirs > 0 and ours > 0
+        assert SMOKE or theirs / ours >= sharded.BAR, f"{count} parameters: {theirs / ours:.1f}x"
+
+
+def test_the_formula_prints(capsys: pytest.CaptureFixture) -> None:
+    collectives.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert "2000 | 8 | FSDP2 | 1 | 64.0" in lines
