@@ -357,6 +357,33 @@ def experts(norm_type: float) -> list[float]:
     return [total_norm.item()]
 
 
+def two_process_groups() -> list[float]:
+    """A grid of 2 x 2: tensors that differ along one way, the other, both and neither."""
+    mesh = mesh_of((2, 2))
+    rows, columns = (
+        mesh.get_group(0),
+        mesh.get_group(1),
+    )  # ranks that differ in the first, in the second place
+    place = mesh.get_coordinate()
+    generator = torch.Generator().manual_seed(9)
+    every = torch.randn(4, 2, 2, 5, generator=generator)
+    own = [every[0, place[0], 0], every[1, 0, place[1]], every[2, place[0], place[1]], every[3, 0, 0]]
+    parts = [every[0, :, 0], every[1, 0], every[2], every[3, 0, 0]]
+    expected = torch.cat([p.flatten() for p in parts]).norm()
+    parameters = [nn.Parameter(torch.zeros(5)) for _ in own]
+    for p, g in zip(parameters, own, strict=True):
+        p.grad = g.clone()
+    differ = {rows: [parameters[0], parameters[2]], columns: [parameters[1], parameters[2]]}
+    total_norm = fastclip.get_total_norm(
+        [p.grad for p in parameters],
+        process_group={group: [p.grad for p in own_parameters] for group, own_parameters in differ.items()},
+    )
+    torch.testing.assert_close(total_norm, expected, rtol=1e-6, atol=0)
+    again = fastclip.clip_grad_norm_(parameters, 0.5, process_group=differ)
+    torch.testing.assert_close(again, expected, rtol=1e-6, atol=0)
+    return [total_norm.item()]
+
+
 # The other functions, and what goes wrong.
 
 

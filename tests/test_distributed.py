@@ -94,6 +94,12 @@ def test_experts_of_each_rank_and_a_router_of_all(ranks, norm_type):
     assert_same_on_all(ranks.run(rank_jobs.experts, norm_type))
 
 
+def test_two_process_groups(ranks):
+    if ranks.world < 4:
+        pytest.skip("needs 4 ranks")
+    assert_same_on_all(ranks.run(rank_jobs.two_process_groups))
+
+
 def test_meshes_mix(ranks):
     assert_same_on_all(ranks.run(rank_jobs.two_meshes))
 
