@@ -490,10 +490,12 @@ def rank_without_gradients(norm_type: float) -> list[float]:
     return [total_norm.item()]
 
 
-def unequal_lists() -> str:
+def unequal_lists(after_an_equal_one: bool) -> str:
     """Rank 0 passes one parameter more than the others."""
     mesh = mesh_of((dist.get_world_size(),))
     parameters = make(LAYOUTS_1D["shard"], mesh, whole_gradients())
+    if after_an_equal_one:
+        fastclip.clip_grad_norm_(parameters, 0.1)
     try:
         fastclip.clip_grad_norm_(parameters if dist.get_rank() == 0 else parameters[:-1], 0.1)
     except RuntimeError as error:
