@@ -441,7 +441,7 @@ def other_functions() -> list[float]:
     return [total_norm.item(), *stats.total_norm.tolist()]
 
 
-def nan_on_one_rank(nonfinite: str) -> tuple:
+def nan_on_one_rank(nonfinite: str, norm_type: float = 2.0) -> tuple:
     """In the last shard only. What every rank knows afterwards, and whether its gradients changed."""
     mesh = mesh_of((dist.get_world_size(),))
     values = whole_gradients()
@@ -453,7 +453,7 @@ def nan_on_one_rank(nonfinite: str) -> tuple:
     before = [p.grad.to_local().clone() for p in parameters]
     named = [(f"layer{i}", p) for i, p in enumerate(parameters)]
     try:
-        stats = fastclip.clip_(named, 0.1, nonfinite=nonfinite)
+        stats = fastclip.clip_(named, 0.1, norm_type, nonfinite=nonfinite)
     except RuntimeError as error:
         same = all(
             torch.equal(p.grad.to_local(), b) or b.isnan().any()

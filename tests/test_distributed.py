@@ -120,6 +120,12 @@ def test_nan_on_one_rank(ranks):
         assert all(results[0][2]) == (nonfinite == "zero")
 
 
+def test_the_largest_element_beside_nan_is_nan_on_every_rank(ranks):
+    """What a library makes of the maximum of NaN and a number is its own affair."""
+    for found, _, _, norm in ranks.run(rank_jobs.nan_on_one_rank, "skip", INF):
+        assert found == ("layer2", 1, 1, [ranks.world - 1], 1.0) and math.isnan(norm)
+
+
 def test_an_error_is_raised_on_every_rank_and_names_parameter_and_rank(ranks):
     for message, unchanged in ranks.run(rank_jobs.nan_on_one_rank, "error"):
         assert f"layer2 (1 NaN, 1 Inf), seen by rank {ranks.world - 1}" in message and unchanged
