@@ -31,7 +31,8 @@ class GradScaler(torch.amp.GradScaler):
         consecutive_overflows: how many of the last updates did, one after the other.
 
     Raises:
-        RuntimeError: by ``update()``, if the scale has fallen to 0: every later gradient would be NaN.
+        RuntimeError: by ``update()``, if the scale has fallen to 0: every later gradient would be NaN. Until
+            then steps are left out where 1 / scale is not finite; torch would apply the NaN.
 
     Warns once if the scale falls below 1. On a GPU both are noticed one update late, without waiting for it.
     """
@@ -110,7 +111,9 @@ class GradScaler(torch.amp.GradScaler):
         summary = (norm * true_inverse.to(norm)).to(total_norm.dtype).unsqueeze(1)
         self._last = GradStats(summary, stats, names, 2.0, (), true_inverse, alarms_of(grads))
         scale_(grads, inv_scale)  # 1 touches nothing
-        return (stats[:, 1:] > 0).any().to(torch.float32)
+        # 0 times an infinite inverse is NaN, though the gradients looked finite.
+        found = (stats[:, 1:] > 0).any() | ~true_inverse.isfinite().to(stats.device)
+        return found.to(torch.float32)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """See torch.amp.GradScaler.update; counts overflows and watches the scale.
@@ -145,8 +148,8 @@ class GradScaler(torch.amp.GradScaler):
         if value == 0.0:
             raise RuntimeError(
                 f"the loss scale has fallen to 0 after {self.overflows} overflows, "
-                f"{self.consecutive_overflows} of them in a row: no step can be applied any more. Some part "
-                "of the model gives NaN or Inf at any scale; GradScaler.stats.worst() names the parameters"
+                f"{self.consecutive_overflows} of them in a row: every further gradient would be NaN. Some "
+                "part of the model gives NaN or Inf at any scale; GradScaler.stats.worst() names where"
             )
         if not self._warned:
             self._warned = True

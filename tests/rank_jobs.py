@@ -238,7 +238,8 @@ def hsdp(kind: str) -> list[float]:
     mesh = mesh_of((2, 2))
     model = make_model()
     fully_shard(model, mesh=mesh)
-    return assert_like_alone(weights_of_after(model, kind), model.norms, kind)
+    norms = train(model, kind, "clip", 4, dist.get_rank())
+    return assert_like_alone(weights_of(model), norms, kind)
 
 
 def overflow_on_one_rank(attached: bool) -> list:
@@ -270,14 +271,9 @@ def overflow_on_one_rank(attached: bool) -> list:
     return scales
 
 
-def weights_of_after(model: nn.Module, kind: str) -> dict[str, Tensor]:
-    model.norms = train(model, kind, "clip", 4, dist.get_rank())
-    return weights_of(model)
-
-
-def ddp(kind: str, way: str, poison_rank: int | None = None) -> list[float]:
+def ddp(kind: str, way: str) -> list[float]:
     model = nn.parallel.DistributedDataParallel(make_model())
-    norms = train(model, kind, way, dist.get_world_size(), dist.get_rank(), None)
+    norms = train(model, kind, way, dist.get_world_size(), dist.get_rank())
     return assert_like_alone(weights_of(model), norms, kind)
 
 
@@ -524,8 +520,8 @@ def flat_shards() -> list:
     return [*refused, total_norm.item(), train_alone()[1][0]]
 
 
-def count_collectives(shape: tuple[int, ...], norm_type: float, with_group: bool) -> list[tuple[str, int]]:
-    """(name of the group, elements) of each all_reduce of a second call."""
+def count_collectives(shape: tuple[int, ...], norm_type: float, with_group: bool) -> list[tuple[int, int]]:
+    """(size of the group, elements) of each all_reduce of a second call."""
     from fastclip.distributed import collectives
 
     mesh = mesh_of(shape)

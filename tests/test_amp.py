@@ -538,6 +538,26 @@ def test_a_scale_below_one_warns_once_and_zero_raises():
     assert caught[0].filename == __file__
 
 
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scale_of_zero_not_yet_noticed_applies_nothing(attached, fused, monkeypatch):
+    """As on a GPU, where it is seen one update late. 0 * (1 / 0) is NaN; torch's scaler applies it."""
+    monkeypatch.setattr(_LateNumber, "read", lambda self, number: None)
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = SGD([p], lr=1.0, fused=fused)
+    scaler = fastclip.GradScaler("cpu", init_scale=2.0**-149)
+    if attached:
+        fastclip.attach(optimizer, 1.0, scaler=scaler)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(p.sum()).backward()
+        if step == 0:
+            p.grad.fill_(INF)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 0.0 and (p == 1).all()
+
+
 def test_a_number_from_a_gpu_is_read_one_call_late(monkeypatch):
     """The order of events; no GPU is here."""
 

@@ -445,7 +445,7 @@ def test_orders_whose_norm_is_finite_beside_nan_and_inf(norm_type, value, host_k
 @pytest.mark.parametrize(("scale", "size", "max_norm"), [(1e-5, 1e35, 1.0), (65536.0, 1e33, 1e-3)])
 def test_scales_beyond_float32(scale, size, max_norm, host_knows):
     """The true norm, or what the kernel is to divide by, has no float32: left out or clipped in place."""
-    gold, p = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    p = torch.nn.Parameter(torch.ones(4))
     optimizer = SGD([p], lr=1.0, fused=True)
     handle = fastclip.attach(optimizer, max_norm)
     p.grad = torch.full((4,), size) * scale if scale > 1 else torch.full((4,), size)
@@ -455,7 +455,6 @@ def test_scales_beyond_float32(scale, size, max_norm, host_knows):
         assert (p == 1).all() and handle.last_step_applied is False and handle.stats is not None
     else:
         assert (p - 1).norm().item() == pytest.approx(max_norm, rel=1e-3)
-    del gold
 
 
 def test_limits_for_all_groups_hold_for_those_that_have_a_gradient():
@@ -530,7 +529,6 @@ def test_norm_types(norm_type, host_knows):
     handle = fastclip.attach(optimizer, 0.5, norm_type=norm_type)
     for p in params:
         p.grad = torch.randn_like(p)
-    gold = [p.detach() - p.grad for p in params]
     coef = min(1.0, 0.5 / torch.nn.utils.get_total_norm([p.grad for p in params], norm_type).item())
     gold = [p.detach() - p.grad * coef for p in params]
     optimizer.step()

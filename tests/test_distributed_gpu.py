@@ -4,8 +4,9 @@
 import math
 
 import pytest
-import rank_jobs
 import torch
+
+import rank_jobs
 from ranks import Ranks
 
 pytestmark = pytest.mark.gpu

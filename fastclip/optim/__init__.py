@@ -46,7 +46,7 @@ def attach(
             changed later: ``handle.max_norm = 0.5``.
         norm_type: the order p of the norm; ``inf`` for the largest element.
         nonfinite: what NaN or Inf in a gradient does. "skip": the step is left out, parameters, gradients and
-            the optimizer's state stay as they are. "propagate", "error" and "zero": as for
+            the optimizer's state stay as they are; its hooks run. "propagate", "error" and "zero": as for
             :func:`fastclip.clip_grad_norm_`. What a loss scaler finds is always skipped, as in torch.
         groups: one norm and one coefficient a group, as for :func:`fastclip.clip_`, or "param_group" for the
             optimizer's parameter groups, labelled 0, 1, and so on. Such gradients are clipped in place.

@@ -8,10 +8,12 @@ read here. For every other optimizer they are clipped in place.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,14 +167,20 @@ def _require_readable(flag: Tensor) -> None:
         )
 
 
+@functools.cache
+def _has_fused_step(kind: Any) -> bool:
+    """Whether the class steps by torch's own code, which hands both attributes to a kernel."""
+    # Unwrapped, since torch wraps the step of a class anew when it first makes an instance of it.
+    own = inspect.unwrap(kind.step)
+    return any(own is inspect.unwrap(known.step) for known in (Adam, AdamW, SGD, Adagrad))
+
+
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all of the optimizer's groups with gradients are updated by a kernel that can clip.
 
     The groups decide: `fused` can be given to each and overrules what the optimizer was made with.
     """
-    # Unwrapped, since torch wraps the step of a class anew when it first makes an instance of it.
-    own_step = inspect.unwrap(type(optimizer).step)
-    if not any(own_step is inspect.unwrap(kind.step) for kind in (Adam, AdamW, SGD, Adagrad)):
+    if not _has_fused_step(type(optimizer)):
         return False
     groups = [g for g in optimizer.param_groups if any(p.grad is not None for p in g["params"])]
     return all(group.get("fused") for group in groups)
