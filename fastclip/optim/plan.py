@@ -8,12 +8,10 @@ read here. For every other optimizer they are clipped in place.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,8 +165,7 @@ def _require_readable(flag: Tensor) -> None:
         )
 
 
-@functools.cache
-def _has_fused_step(kind: Any) -> bool:
+def _has_fused_step(kind: type[torch.optim.Optimizer]) -> bool:
     """Whether the class steps by torch's own code, which hands both attributes to a kernel."""
     # Unwrapped, since torch wraps the step of a class anew when it first makes an instance of it.
     own = inspect.unwrap(kind.step)
