@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reading a log of JSON lines: what a killed run or a resumed one left is read, what is damaged is told."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .jsonl import FORMAT, VERSION_KEY, log_files
+
+_NUMBERS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+# Text under these keys stays text, even if it reads "NaN" ...
+_TEXT_KEYS = frozenset({"name", "message", "kind", "severity", "sample_ids", "error"})
+# ... but not where the keys are names that a user chose: a loss may be called "error".
+_NAMED = frozenset({"losses", "group_norms", "update_ratio", "activations", "batch", "token_ids", "values"})
+
+
+class LogError(ValueError):
+    """A log that cannot be read; the message says which file, which line and why."""
+
+
+class _NoHeaderYet(LogError):
+    """A file whose first line was never completed: its run was killed just then."""
+
+
+@dataclass
+class Log:
+    """What read_log found.
+
+    Attributes:
+        records: the records of each rank, by step; of a step that occurs twice, the one written later.
+        headers: the newest header of each rank.
+        warnings: sentences on what was left out.
+    """
+
+    records: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    headers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The newest header of the lowest rank."""
+        return self.headers[min(self.headers)]
+
+
+def read_log(path: str | os.PathLike[str]) -> Log:
+    """Read the log that JsonlSink wrote.
+
+    Non-finite numbers come back as floats: the exact strings "NaN", "Infinity" and "-Infinity" are taken for
+    them except under "name", "message", "kind", "severity", "error" and "sample_ids".
+
+    Args:
+        path: the directory, for all ranks and all their files, or one file.
+
+    Raises:
+        LogError: missing, unreadable, empty, no log, of a later version, or damaged other than at the end of
+            a file.
+    """
+    path = Path(path)
+    try:
+        files = [file for _, _, file in log_files(path)] if path.is_dir() else [path]
+    except OSError as error:
+        raise LogError(f"{path}: {error.strerror}") from error
+    if not files:
+        raise LogError(f"{path}: expected a directory with a file such as rank00000.jsonl, but found none")
+    log = Log()
+    unstarted: list[_NoHeaderYet] = []
+    for file in files:
+        try:
+            _read_file(file, log)
+        except _NoHeaderYet as error:
+            unstarted.append(error)
+    if not log.headers:
+        raise unstarted[0]
+    log.warnings += map(str, unstarted)
+    for rank, records in log.records.items():
+        log.records[rank] = _by_step(records, rank, log.warnings)
+    return log
+
+
+def _read_file(file: Path, log: Log) -> None:
+    header: dict[str, Any] | None = None
+    for number, line in _lines(file):
+        where = f"{file}:{number}"
+        if not line.endswith(b"\n"):
+            if header is None:
+                raise _NoHeaderYet(f"{file}: not a log of fastclip, or its run ended in the first line")
+            log.warnings.append(f"{where}: the last line is incomplete and was left out")
+            break
+        value = _parse(line, where, is_first=header is None)
+        if header is None or VERSION_KEY in value:
+            header = _require_header(value, where)
+            log.headers[header["rank"]] = header
+            records = log.records.setdefault(header["rank"], [])
+        else:
+            records.append(value)
+    if header is None:
+        raise _NoHeaderYet(f"{file}: the file is empty")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        with open(file, "rb") as opened:
+            yield from enumerate(opened, start=1)
+    except OSError as error:
+        raise LogError(f"{file}: {error.strerror}") from error
+
+
+def _parse(line: bytes, where: str, is_first: bool) -> dict[str, Any]:
+    try:
+        value = json.loads(line, parse_constant=_refuse)
+        why = f"expected a JSON object, but got {type(value).__name__}"
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        value, why = None, f"not JSON: {error}"
+    if not isinstance(value, dict):
+        raise LogError(f"{where}: not a log of fastclip: {why}" if is_first else f"{where}: {why}")
+    if b"NaN" in line or b"Infinity" in line:
+        value = _restored(value)
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _require_header(value: dict[str, Any], where: str) -> dict[str, Any]:
+    version, rank = value.get(VERSION_KEY), value.get("rank")
+    if type(version) is not int or type(rank) is not int:
+        raise LogError(
+            f"{where}: not a log of fastclip: expected a header with {VERSION_KEY!r} and 'rank', "
+            f"but got the keys {list(value)[:8]}"
+        )
+    if version > FORMAT:
+        raise LogError(
+            f"{where}: the log has version {version} of the format, but this fastclip reads up to {FORMAT}; "
+            "a later fastclip wrote it"
+        )
+    return value
+
+
+def _restored(value: Any, key: str = "", text: bool = False) -> Any:
+    """The value with floats for the strings that stand for NaN and Inf."""
+    if isinstance(value, str):
+        return value if text else _NUMBERS.get(value, value)
+    if isinstance(value, list):
+        return [_restored(item, "", text) for item in value]
+    if isinstance(value, dict):
+        text_keys = frozenset() if key in _NAMED else _TEXT_KEYS
+        return {k: _restored(item, k, text or k in text_keys) for k, item in value.items()}
+    return value
+
+
+def _by_step(records: list[dict[str, Any]], rank: int, warnings: list[str]) -> list[dict[str, Any]]:
+    """In the order of steps, each once. A record without a step stays behind the one it followed."""
+    kept: dict[Any, tuple[int, dict[str, Any]]] = {}
+    step, repeated = -1, 0
+    for place, record in enumerate(records):
+        own = record.get("step")
+        if type(own) is int:
+            step = own
+            repeated += step in kept
+            kept[step] = (step, record)
+        else:
+            kept["without step", place] = (step, record)
+    if repeated:
+        warnings.append(
+            f"rank {rank}: {repeated} records repeat a step, as a resumed run does; of each step the one "
+            "written last was kept"
+        )
+    return [record for _, record in sorted(kept.values(), key=lambda item: item[0])]
