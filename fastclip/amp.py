@@ -73,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """What torch's scaler calls to unscale, or only to search, with an inv_scale of 1 and allow_fp16."""
         handle = handle_of(optimizer)
-        if handle is not None and self._running_step:
+        if handle is not None and handle.max_norm is not None and self._running_step:
             found = self._plan_step(handle)
         else:
             found = self._unscale(optimizer, inv_scale, allow_fp16)
@@ -85,9 +85,10 @@ class GradScaler(torch.amp.GradScaler):
         if plan is None:
             return None
         self._last = plan
-        if isinstance(plan.found_inf, Tensor):
-            return plan.found_inf.clone()  # update() adds those of other optimizers to it
-        return torch.tensor(float(plan.found_inf))
+        overflow = plan.overflow
+        if isinstance(overflow, Tensor):
+            return overflow.clone()  # update() adds those of other optimizers to it
+        return torch.tensor(float(overflow))
 
     @torch.no_grad()
     def _unscale(

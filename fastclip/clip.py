@@ -20,6 +20,7 @@ from .collect import (
     tensors_of,
 )
 from .distributed import GradientList, ProcessGroups, clamp_, grad_stats, scale_, spread
+from .policies import Policy, require_policy
 from .stats import clip_and_check
 
 # The public function and the no_grad around it lie between gradients() and the caller.
@@ -37,7 +38,7 @@ def _raise_if_nonfinite(total_norm: Tensor, norm_type: float) -> None:
 
 def _clip(
     grads: GradientList,
-    max_norm: float | Tensor,
+    max_norm: float | Tensor | Policy,
     norm_type: float,
     error_if_nonfinite: bool,
     nonfinite: str,
@@ -48,7 +49,7 @@ def _clip(
         _raise_if_nonfinite(grad_stats(grads, norm_type)[0][0], norm_type)
     elif error_if_nonfinite:
         nonfinite = "skip"
-    summary, _ = clip_and_check(grads, max_norm, norm_type, nonfinite, inv_scale=unscaling.inv_scale)
+    summary, _, _ = clip_and_check(grads, max_norm, norm_type, nonfinite, inv_scale=unscaling.inv_scale)
     total_norm = summary.as_strided((), ())  # summary[0, 0], at half its cost
     if error_if_nonfinite:
         _raise_if_nonfinite(total_norm, norm_type)
@@ -59,7 +60,7 @@ def _clip(
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Parameters,
-    max_norm: float | Tensor,
+    max_norm: float | Tensor | Policy,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
@@ -78,7 +79,8 @@ def clip_grad_norm_(
     Args:
         parameters: a Tensor or an iterable of Tensors, of any shapes; float32, bfloat16, float16, float64 or
             complex, mixed as they come. Those without ``.grad`` are passed over.
-        max_norm: the limit, >= 0; a Tensor of one element is used without waiting for its device.
+        max_norm: the limit, >= 0; a Tensor of one element is used without waiting for its device. Or one of
+            fastclip.policies, which chooses it from the norms of the run.
         norm_type: the order p of the norm, anything ``float()`` takes; ``inf`` for the largest element.
         error_if_nonfinite: raise, before any gradient is changed, if the total norm is NaN or Inf.
         foreach: accepted for compatibility.
@@ -105,13 +107,16 @@ def clip_grad_norm_(
             asked to be an error; a backend that was named and cannot serve the device; with `scaler`, a
             second clip in one step, or one after ``scaler.step()``.
     """
-    max_norm = require_max_norm(max_norm)
+    if not isinstance(max_norm, Policy):
+        max_norm = require_max_norm(max_norm)
     norm_type = float(norm_type)
     require_nonfinite(nonfinite)
     if error_if_nonfinite and nonfinite in ("zero", "skip"):
         raise ValueError(f"expected error_if_nonfinite or nonfinite={nonfinite!r}, but got both")
     grads = gradients(parameters, _TO_CALLER, process_group)
     unscaling = loss_scale.begin(scaler, optimizer, grads)
+    if isinstance(max_norm, Policy):
+        require_policy(max_norm, None, nonfinite, loss_scale.is_scaling(scaler))
     if not grads:
         return torch.tensor(0.0)
     tensors = tensors_of(grads)

@@ -109,7 +109,11 @@ def require_max_norm(max_norm: float | Tensor, num_groups: int = 1) -> float | T
             wanted = "one element" if num_groups == 1 else f"one element or {num_groups}, one a group"
             raise ValueError(f"expected max_norm to have {wanted}, but got shape {list(max_norm.shape)}")
         return max_norm
-    max_norm = float(max_norm)
+    try:
+        max_norm = float(max_norm)
+    except TypeError:
+        kind = type(max_norm).__name__
+        raise TypeError(f"expected max_norm to be a number or a Tensor, but got {kind}") from None
     if not max_norm >= 0:
         raise ValueError(f"expected max_norm to be a number >= 0, but got {max_norm}")
     return max_norm

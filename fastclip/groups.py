@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .collect import require_max_norm
 from .distributed import ProcessGroups
+from .policies import Policy
 
 Groups = str | Sequence[Hashable] | Callable[[str], Hashable] | None
-MaxNorm = float | Tensor | Mapping[Hashable, float]
+MaxNorm = float | Tensor | Mapping[Hashable, float] | Policy
 
 
 def require_groups_or_process_group(groups: Groups, process_group: ProcessGroups) -> None:
@@ -49,7 +50,9 @@ def number_groups(
     return [numbers[label] for label in each], list(numbers)
 
 
-def max_norm_of_groups(max_norm: MaxNorm, labels: list[Hashable], groups: Groups) -> float | Tensor:
+def max_norm_of_groups(
+    max_norm: float | Tensor | Mapping[Hashable, float], labels: list[Hashable], groups: Groups
+) -> float | Tensor:
     """The limit as a number or a tensor of one for each group."""
     if isinstance(max_norm, Mapping):
         if groups is None:

@@ -52,6 +52,11 @@ def require_scaler(scaler: GradScaler | None) -> None:
         raise TypeError(f"expected scaler to be a torch.amp.GradScaler, but got {type(scaler).__name__}")
 
 
+def is_scaling(scaler: GradScaler | None) -> bool:
+    """Whether there is a loss scaler at work."""
+    return scaler is not None and scaler.is_enabled()
+
+
 def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's gradients hold their true values: unscale_ has run, or nothing is scaled."""
     if not scaler.is_enabled():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import loss_scale
+from . import loss_scale, policies
 from .backends import reference
 from .collect import (
     NamedParameters,
@@ -22,6 +22,7 @@ from .distributed import GradientList, ProcessGroups, Spread
 from .distributed import clip_ as clip_list_
 from .distributed import grad_stats as stats_of_list
 from .groups import Groups, MaxNorm, max_norm_of_groups, number_groups, require_groups_or_process_group
+from .policies import Policy, require_policy
 
 
 class PerTensor(NamedTuple):
@@ -51,8 +52,9 @@ class GradStats:
         total_norm: the norm before clipping, [] or, with groups, [G]; float32, or float64 if any gradient is.
         clip_coef: min(1, max_norm / (total_norm + 1e-6)), shaped like total_norm; 1 where nothing is clipped.
             Under "skip" and "error" it was not applied if found_inf is 1. None if only statistics were asked.
-        found_inf: 1.0 if a NaN or Inf was found, or the norm or the coefficient is not a number >= 0; else
-            0.0. [], float32.
+            A policy with one limit a gradient gives [N]; one that leaves the step out makes it NaN.
+        found_inf: 1.0 if a NaN or Inf was found, or the norm or the coefficient is not a number >= 0, as it
+            is where a policy leaves the step out; else 0.0. [], float32.
         nan_count, inf_count: elements that are NaN or Inf, over all gradients. [], int64.
         per_tensor: :class:`PerTensor`, the same for each gradient.
     """
@@ -66,12 +68,14 @@ class GradStats:
         labels: Sequence[Hashable] = (),
         inv_scale: Tensor | None = None,
         alarms: Tensor | None = None,
+        clip_coef: Tensor | None = None,
     ) -> None:
         self.names = list(names)
         self.norm_type = norm_type
         self.labels = list(labels)
         self._inv_scale = inv_scale
         self._alarms = alarms
+        self._clip_coef = clip_coef
         self._summary = summary
         self._stats = stats
 
@@ -85,6 +89,8 @@ class GradStats:
 
     @property
     def clip_coef(self) -> Tensor | None:
+        if self._clip_coef is not None:
+            return self._clip_coef
         return self._column(1) if self._summary.shape[1] == 3 else None
 
     @property
@@ -161,26 +167,34 @@ def describe_nonfinite(stats: GradStats) -> str:
 
 def clip_and_check(
     grads: GradientList,
-    max_norm: float | Tensor,
+    max_norm: float | Tensor | Policy,
     norm_type: float,
     nonfinite: str,
     groups: Sequence[int] = (),
     names: Sequence[str] = (),
     inv_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Clip with the mode "error" too, which waits for the device.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Clip with the mode "error" too, which waits for the device, and with a policy.
+
+    Returns the summary and the statistics and, of a policy with one limit a gradient, the coefficients, [N].
 
     Raises:
         RuntimeError: "error" and a non-finite gradient. No gradient was changed.
     """
     mode = "skip" if nonfinite == "error" else nonfinite
-    summary, stats = clip_list_(grads, max_norm, norm_type, mode, groups, inv_scale)
+    clip_coef = None
+    if isinstance(max_norm, Policy):
+        limited = policies.measure(grads, max_norm, norm_type, mode, groups, inv_scale)
+        policies.scale_(grads, limited, mode, groups, inv_scale)
+        summary, stats, clip_coef = limited.summary, limited.stats, limited.clip_coef
+    else:
+        summary, stats = clip_list_(grads, max_norm, norm_type, mode, groups, inv_scale)
     if nonfinite == "error" and bool((summary[:, 2] > 0).any()):
         names = names or [f"gradient {i}" for i in range(len(stats))]
         alarms = alarms_of(grads)
         found = describe_nonfinite(GradStats(summary, stats, names, norm_type, alarms=alarms))
         raise RuntimeError(f"{found}. No gradient was changed (nonfinite='error').")
-    return summary, stats
+    return summary, stats, clip_coef
 
 
 def alarms_of(grads: GradientList) -> Tensor | None:
@@ -208,6 +222,7 @@ def clip_(
         parameters: Tensors, or (name, Tensor) pairs such as ``model.named_parameters()``. The names tell
             which parameter a number belongs to.
         max_norm: the limit, >= 0. With `groups` also a Tensor of shape [G], or a mapping from label to limit.
+            Or one of fastclip.policies, which gives each group, or each gradient, its own.
         norm_type: the order p of the norm; ``inf`` for the largest element.
         nonfinite: "propagate", "error", "zero" or "skip", as for :func:`fastclip.clip_grad_norm_`. "skip"
             leaves all groups as they are if one is bad.
@@ -225,15 +240,20 @@ def clip_(
     require_groups_or_process_group(groups, process_group)
     grads, names, indices = named_gradients(items, process_group)
     numbers, labels = number_groups(groups, names, indices, len(items))
-    max_norm = max_norm_of_groups(max_norm, labels, groups)
     unscaling = loss_scale.begin(scaler, optimizer, grads)
+    if isinstance(max_norm, Policy):
+        require_policy(max_norm, groups, nonfinite, loss_scale.is_scaling(scaler))
+    else:
+        max_norm = max_norm_of_groups(max_norm, labels, groups)
     if not grads:
         return GradStats(torch.tensor([[0.0, 1.0, 0.0]]), torch.zeros(0, 3), [], norm_type)
     require_extremes(tensors_of(grads), norm_type)
     inv_scale = unscaling.inv_scale
-    summary, stats = clip_and_check(grads, max_norm, norm_type, nonfinite, numbers, names, inv_scale)
+    summary, stats, clip_coef = clip_and_check(
+        grads, max_norm, norm_type, nonfinite, numbers, names, inv_scale
+    )
     unscaling.finish(summary)
-    return GradStats(summary, stats, names, norm_type, labels, inv_scale, alarms_of(grads))
+    return GradStats(summary, stats, names, norm_type, labels, inv_scale, alarms_of(grads), clip_coef)
 
 
 @torch.no_grad()

@@ -53,12 +53,15 @@ def clip_(
     return lists.clip_(grads, max_norm, norm_type, nonfinite, groups, inv_scale)
 
 
-def scale_(grads: GradientList, scale: Tensor) -> None:
-    """Multiply all gradients in place by one factor, a tensor of one element on any device."""
+def scale_(grads: GradientList, scale: Tensor, zero_nonfinite: bool = False) -> None:
+    """Multiply all gradients in place by one factor, or each by its own: [1] or [N] on any device.
+
+    With `zero_nonfinite` elements that are NaN or Inf become 0.
+    """
     if isinstance(grads, Spread):
-        grads.scale_(scale)
+        grads.scale_(scale, zero_nonfinite)
     else:
-        lists.scale_(grads, scale)
+        lists.scale_(grads, scale, zero_nonfinite)
 
 
 def clamp_(grads: GradientList, limit: float) -> None:

@@ -108,19 +108,14 @@ class Spread:
     ) -> tuple[Tensor, Tensor]:
         """See :func:`fastclip.distributed.lists.clip_`; the same on every process."""
         zero = nonfinite == "zero"
-        if zero and self._is_partial:
-            raise ValueError(
-                "expected nonfinite='propagate', 'error' or 'skip' for gradients with Partial placements, "
-                "but got 'zero': their elements are sums that have not been made yet"
-            )
         stats, totals, over, dtype = self._measure(norm_type, zero)
         summary = reference.summarize(totals, over, max_norm, groups, inv_scale, dtype)
         self._scale(reference.factors(summary, nonfinite, groups, inv_scale), zero)
         return summary, stats
 
-    def scale_(self, scale: Tensor) -> None:
-        """Multiply what is here by one factor."""
-        self._scale(scale, False)
+    def scale_(self, scale: Tensor, zero_nonfinite: bool = False) -> None:
+        """Multiply what is here by one factor, or by one for each row."""
+        self._scale(scale, zero_nonfinite)
 
     def clamp_(self, limit: float) -> None:
         """Limit the elements that are here."""
@@ -152,6 +147,11 @@ class Spread:
 
     def _measure(self, norm_type: float, finite_only: bool) -> tuple[Tensor, Tensor, float, torch.dtype]:
         """Statistics of the rows; those the norm comes from, the order under which it does, and its dtype."""
+        if finite_only and self._is_partial:
+            raise ValueError(
+                "expected nonfinite='propagate', 'error' or 'skip' for gradients with Partial placements, "
+                "but got 'zero': their elements are sums that have not been made yet"
+            )
         stats, dtype = self._statistics_here(norm_type, finite_only)
         alarms = stats.new_zeros(dist.get_world_size())
         alarms[dist.get_rank()] = stats[:, 1:].sum()

@@ -22,7 +22,7 @@ __all__ = ["Handle", "attach", "handle_of"]
 
 def attach(
     optimizer: Optimizer,
-    max_norm: MaxNorm,
+    max_norm: MaxNorm | None,
     *,
     norm_type: float = 2.0,
     nonfinite: str = "skip",
@@ -42,8 +42,9 @@ def attach(
     Args:
         optimizer: any torch.optim.Optimizer but LBFGS. Its norm is that of its own parameters; gradients
             accumulated over several backward passes are clipped and counted once, in the step.
-        max_norm: the limit, >= 0, for true (unscaled) gradients; as for :func:`fastclip.clip_`. It may be
-            changed later: ``handle.max_norm = 0.5``.
+        max_norm: the limit, >= 0, for true (unscaled) gradients; as for :func:`fastclip.clip_`, one of
+            fastclip.policies included. It may be changed later: ``handle.max_norm = 0.5``. None measures the
+            gradients and changes neither them nor the step; `nonfinite` then means nothing.
         norm_type: the order p of the norm; ``inf`` for the largest element.
         nonfinite: what NaN or Inf in a gradient does. "skip": the step is left out, parameters, gradients and
             the optimizer's state stay as they are; its hooks run. "propagate", "error" and "zero": as for
@@ -61,7 +62,8 @@ def attach(
 
     Raises:
         TypeError: not an optimizer, or one that cannot be clipped from outside.
-        ValueError: a negative or NaN max_norm; an unknown mode; groups that do not fit the parameters.
+        ValueError: a negative or NaN max_norm; an unknown mode; groups that do not fit the parameters; a
+            policy that does not go together with `groups` or `nonfinite`.
         RuntimeError: the optimizer is attached already.
     """
     _require_optimizer(optimizer)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,12 +23,23 @@ from .wrapping import MethodWrapper, restored_on_error
 ATTRIBUTE = "_fastclip_handle"  # of the optimizer
 
 
+class Observer(Protocol):
+    """Who is told of each step of an attached optimizer, also of one that a scaler leaves out."""
+
+    def before_update(self, plan: Plan | None) -> Tensor | None:
+        """The gradients have been measured. A flag other than 0, [], leaves the step out."""
+
+    def after_step(self) -> None:
+        """The step is over."""
+
+
 class Handle(Clipping):
     """What :func:`fastclip.attach` returns: the statistics of the last step, and the way back.
 
     Attributes:
         optimizer: the attached optimizer.
-        max_norm: may be changed; holds from the next step on.
+        max_norm: may be changed; holds from the next step on. None: measure and change nothing.
+        observers: who is told of each step.
         norm_type, nonfinite, groups, process_group, names: as given to :func:`fastclip.attach`.
     """
 
@@ -44,6 +55,7 @@ class Handle(Clipping):
         self._skipped = 0
         self._skipped_on_device: Tensor | None = None  # added to in place: a captured graph counts too
         self._may_be_skipped_unseen = False
+        self.observers: list[Observer] = []
         self.request(None, None)  # raises for what does not fit the parameters, before anything is changed
         self._wrappers = [MethodWrapper(self.optimizer, "step", self._step)]
         if scaler is not None:
@@ -56,6 +68,11 @@ class Handle(Clipping):
         return self._plan.grad_stats() if self._plan is not None else None
 
     @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler that :func:`fastclip.attach` was told of."""
+        return self._scaler
+
+    @property
     def last_step_applied(self) -> bool | None:
         """Whether the last step changed the parameters. Waits for the device.
 
@@ -63,15 +80,23 @@ class Handle(Clipping):
         a GradScaler that :func:`fastclip.attach` was not told of, for an optimizer that is not fused. Such a
         scaler leaves out a step without calling it.
         """
+        left_out = self.left_out()
+        return None if left_out is None else not bool(left_out)
+
+    def left_out(self) -> bool | Tensor | None:
+        """The opposite of `last_step_applied`, but not waiting: a tensor where only the device knows."""
         if self._may_be_skipped_unseen or self._applied is None:
             return None
         if self._plan is not None and isinstance(self._plan.found_inf, Tensor):
-            return not bool(self._plan.found_inf)
-        return self._applied
+            return self._plan.found_inf
+        return not self._applied
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out for NaN or Inf, as far as they were seen. Waits for the device."""
+        """How many steps were left out, for NaN or Inf or by a policy, as far as they were seen.
+
+        Waits for the device.
+        """
         return self._skipped + int(self._skipped_on_device if self._skipped_on_device is not None else 0)
 
     def detach(self) -> None:
@@ -105,7 +130,9 @@ class Handle(Clipping):
                     f"{type(self.optimizer).__name__}.step() was given a closure and did not call it: the "
                     "gradients that it used were not clipped"
                 )
-            return result
+        for observer in self.observers:
+            observer.after_step()
+        return result
 
     def _clipping(self, closure: Callable[[], Any], stack: ExitStack) -> Callable[[], Any]:
         """The closure, with the gradients that it made clipped until `stack` is closed."""
@@ -133,6 +160,10 @@ class Handle(Clipping):
             self._plan = plan = plan or self._make_plan()
         if plan is not None:
             plan.raise_if_error()
+        for observer in self.observers:
+            flag = observer.before_update(plan)
+            if flag is not None and plan is not None:
+                plan.hold(flag)
         with ExitStack() as stack:
             if plan is not None:
                 plan.apply(stack)
@@ -245,6 +276,9 @@ class Handle(Clipping):
         self._plan = plan
         self._applied = False
         self._skipped = self._skipped + 1
+        for observer in self.observers:
+            observer.before_update(plan)
+            observer.after_step()
 
 
 def _scaler_is_calling(depth: int = 12) -> bool:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from .. import loss_scale
+from .. import loss_scale, policies
 from ..backends import reference
 from ..collect import require_extremes, tensors_of
 from ..distributed import Spread, clip_, grad_stats
+from ..policies import Limited, Policy
 from ..stats import GradStats, alarms_of, describe_nonfinite
 from .request import Request
 from .wrapping import attributes, without_gradients
@@ -38,6 +39,7 @@ class Plan:
         found_inf: whether the step is to be left out: a bool where the host knows, else [], float32.
         grad_scale: for the kernel; None where it need not change the gradients.
         in_place: whether the gradients have been unscaled and clipped.
+        limited: what a policy made of it, where there is one.
     """
 
     request: Request
@@ -48,6 +50,14 @@ class Plan:
     found_inf: bool | Tensor = False
     grad_scale: Tensor | None = None
     in_place: bool = False
+    limited: Limited | None = None
+
+    @property
+    def overflow(self) -> bool | Tensor:
+        """`found_inf` as a loss scaler is to know it: what a policy leaves out says nothing of the scale."""
+        if self.limited is None or self.found_inf is False:
+            return self.found_inf
+        return (~self.limited.left_out).to(torch.float32) * self.found_inf
 
     @property
     def summary(self) -> Tensor:
@@ -65,7 +75,10 @@ class Plan:
         """The statistics, with names."""
         r = self.request
         alarms = alarms_of(r.grads)
-        return GradStats(self.summary, self.stats, r.names(), r.norm_type, r.labels, self.inv_scale, alarms)
+        clip_coef = None if self.limited is None else self.limited.clip_coef
+        return GradStats(
+            *(self.summary, self.stats, r.names(), r.norm_type, r.labels, self.inv_scale, alarms, clip_coef)
+        )
 
     def raise_if_error(self) -> None:
         """Raise RuntimeError if `nonfinite` is "error" and NaN or Inf was found. Nothing has been changed."""
@@ -75,8 +88,17 @@ class Plan:
                 "(nonfinite='error')."
             )
 
+    def hold(self, flag: Tensor) -> None:
+        """Leave the step out too if the flag, [], is not 0."""
+        if isinstance(self.found_inf, Tensor):
+            self.found_inf = torch.maximum(self.found_inf, flag.to(self.found_inf))
+        elif not self.found_inf:
+            self.found_inf = _left_out(self, flag)
+
     def apply(self, stack: ExitStack) -> None:
         """Bring the optimizer into the state for its step, until `stack` is closed."""
+        if self.request.observes:
+            return
         optimizer = self.request.optimizer
         flag: Tensor | None = None
         if isinstance(self.found_inf, Tensor):
@@ -98,6 +120,10 @@ def make(request: Request) -> Plan:
     require_extremes(tensors_of(request.grads), request.norm_type)
     inv_scale = None if request.grad_scale is None else loss_scale.inverse(request.grad_scale)
     fused = _is_fused(request.optimizer)
+    if request.observes:
+        return _observe(request, inv_scale, fused)
+    if request.policy is not None:
+        return _by_policy(request, request.policy, inv_scale, fused)
     if fused and not request.groups and request.mode != "zero":
         total_norm, stats = grad_stats(request.grads, request.norm_type)
         # The kernels take a float32 scalar, which would round the coefficient of float64 gradients.
@@ -106,9 +132,40 @@ def make(request: Request) -> Plan:
     return _clip_in_place(request, inv_scale, fused)
 
 
-def _plan_hand_over(request: Request, norm: Tensor, stats: Tensor, inv_scale: Tensor | None) -> Plan:
-    plan = Plan(request, stats, inv_scale, fused=True, grad_scale=request.grad_scale)
-    if _host_knows(norm) and request.norm_type > 0 and bool(norm.isfinite()):
+def _observe(request: Request, inv_scale: Tensor | None, fused: bool) -> Plan:
+    norm, stats = grad_stats(request.grads, request.norm_type, groups=request.groups)
+    if inv_scale is not None:
+        norm = (norm.double() * inv_scale.to(norm.device)).to(norm.dtype)
+    found = request.found_inf  # what the scaler has told the optimizer's kernel
+    plan = Plan(request, stats, inv_scale, fused, norm.unsqueeze(1))
+    plan.found_inf = False if found is None else (found != 0).any().to(torch.float32)
+    return plan
+
+
+def _by_policy(request: Request, policy: Policy, inv_scale: Tensor | None, fused: bool) -> Plan:
+    """As :func:`make`; the policy is asked once, between the pass that reads and the clip."""
+    r = request
+    limited = policies.measure(r.grads, policy, r.norm_type, r.mode, r.groups, inv_scale)
+    request = replace(request, max_norm=limited.max_norm, policy=None)
+    summary, stats = limited.summary, limited.stats
+    wide = summary.dtype is torch.float64
+    if fused and not (r.groups or policy.per_tensor or r.mode == "zero" or wide):
+        return _plan_hand_over(request, summary[0, 0], stats, inv_scale, limited)
+    if inv_scale is not None:
+        loss_scale.require_unscalable(tensors_of(r.grads))
+    policies.scale_(r.grads, limited, r.mode, r.groups, inv_scale)
+    plan = Plan(request, stats, inv_scale, fused, summary, in_place=True, limited=limited)
+    plan.found_inf = _found_inf(plan, (summary[:, 2] > 0).any())
+    return plan
+
+
+def _plan_hand_over(
+    request: Request, norm: Tensor, stats: Tensor, inv_scale: Tensor | None, limited: Limited | None = None
+) -> Plan:
+    plan = Plan(request, stats, inv_scale, fused=True, grad_scale=request.grad_scale, limited=limited)
+    if limited is not None:
+        plan.known_summary = limited.summary
+    if limited is None and _host_knows(norm) and request.norm_type > 0 and bool(norm.isfinite()):
         # Then every element is finite too, and the few numbers left are told faster than a summary is made.
         if inv_scale is not None:
             norm = (norm.double() * inv_scale).float().reshape(())
@@ -146,10 +203,15 @@ def _found_inf(plan: Plan, found: Tensor) -> bool | Tensor:
         return False
     if request.found_inf is not None:
         found = found | (request.found_inf.to(found.device) != 0).any()
-    if plan.fused and not request.raises and not _host_knows(found) and not _needs_truth(request):
-        return found.to(torch.float32)
-    _require_readable(found)
-    return bool(found)
+    return _left_out(plan, found)
+
+
+def _left_out(plan: Plan, flag: Tensor) -> bool | Tensor:
+    """The flag for the optimizer's kernel, or for the host where it makes the step."""
+    if plan.fused and not plan.request.raises and not _host_knows(flag) and not _needs_truth(plan.request):
+        return flag.to(torch.float32)
+    _require_readable(flag)
+    return bool(flag)
 
 
 def _host_knows(number: Tensor) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..distributed import GradientList, ProcessGroups, spread
 from ..groups import Groups, MaxNorm, max_norm_of_groups, number_groups
+from ..policies import Policy, require_policy
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Request:
         grad_scale: what the gradients are still multiplied with, one element; None where they are not.
         found_inf: other than 0 where somebody else found NaN or Inf in them; None where nobody looked.
         names: gives the parameters' names; called only where they are needed.
+        policy: gives the limit in place of `max_norm`, once the norms are known.
+        observes: the gradients are measured, and neither they nor the step changed.
     """
 
     optimizer: torch.optim.Optimizer
@@ -37,6 +41,8 @@ class Request:
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     names: Callable[[], list[str]] = list
+    policy: Policy | None = None
+    observes: bool = False
 
     @property
     def is_scaled(self) -> bool:
@@ -59,7 +65,7 @@ class Clipping:
     """How the gradients of an optimizer are to be clipped, as given to :func:`fastclip.attach`."""
 
     optimizer: torch.optim.Optimizer
-    max_norm: MaxNorm
+    max_norm: MaxNorm | None
     norm_type: float
     nonfinite: str
     groups: Groups
@@ -67,6 +73,9 @@ class Clipping:
     names: dict[Tensor, str]
 
     def request(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> Request:
+        policy: Policy | None = None
+        if isinstance(self.max_norm, Policy):
+            policy = require_policy(self.max_norm, self.groups, self.nonfinite)
         every = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
         each = [p.grad for _, p in every]
         spread_list = spread([p for _, p in every], each, self.process_group)
@@ -93,6 +102,8 @@ class Clipping:
             grad_scale,
             found_inf,
             names,
+            policy,
+            observes=self.max_norm is None,
         )
 
     def _groups_of(
@@ -103,7 +114,9 @@ class Clipping:
         by_name = groups is not None and (isinstance(groups, str) or callable(groups))
         names = self._names_of([p for _, p in every]) if by_name else [""] * len(every)
         numbers, labels = number_groups(groups, names, list(range(len(every))), len(every))
-        max_norm = max_norm_of_groups(self.max_norm, labels, groups)
+        limit = self.max_norm
+        known = math.inf if limit is None or isinstance(limit, Policy) else limit
+        max_norm = max_norm_of_groups(known, labels, groups)
         if not labels:
             return [], [], max_norm
         used = sorted({numbers[index] for index in indices})
