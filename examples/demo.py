@@ -9,28 +9,26 @@ fastclip does not name exactly the gradients that hold NaN.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable
-from pydoc_data.topics import topics
 from statistics import mean, median
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from plotext import figure
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import fastclip
+from character_model import FULL, QUICK, Batch, CharacterModel, Corpus, Size
 
 MAX_NORM = 1.5  # the gradients of this training exceed it in about half of the steps
 TIME_LIMIT = 110.0  # seconds; the two trainings have made the same steps whenever they stop
 # How far the losses may differ up to a step. fastclip sums squares in float64, so a norm may differ from
 # torch's in its last bits; training is chaotic and can amplify that. Five seeds reached 1e-6 and 4e-6.
 TOLERANCES = {100: 1e-5, 600: 1e-2}
-PREFIX = 256  # characters before a passage that its features are counted from
-Batch = tuple[Tensor, Tensor, Tensor]  # tokens and targets [batch, context], features [batch, 4]
 TRAINING = """\
 1. The same training twice
   A transformer of {:,} parameters in {} tensors learns to write from the {:,}
@@ -49,86 +47,12 @@ POISON = """
 """
 
 
-class Size(NamedTuple):
-    steps: int
-    layers: int
-    width: int
-    context: int  # characters in a passage
-    batch: int  # passages in a step
-
-
-FULL = Size(steps=600, layers=6, width=128, context=64, batch=8)
-QUICK = Size(steps=60, layers=2, width=64, context=32, batch=8)
-
-
-class Corpus:
-    """Batches of text as numbers, one a character; the number after the last character is padding."""
-
-    def __init__(self, size: Size, seed: int) -> None:
-        self.size, self.generator = size, torch.Generator().manual_seed(seed)
-        text = "\n".join(topics.values())
-        characters = sorted(set(text))
-        numbers = {character: number for number, character in enumerate(characters)}
-        self.padding = len(characters)
-        self.text = torch.tensor([numbers[character] for character in text])
-        kinds = [[c.isupper(), c.isdigit(), c == "\n", c.isspace(), not c.isspace()] for c in characters]
-        self.kinds = torch.tensor([*kinds, [False] * 5], dtype=torch.float32)
-
-    def batch(self, missing: int = 0) -> Batch:
-        """Random passages; the rows of those that are missing are padding."""
-        passages, end = self.size.batch - missing, len(self.text) - self.size.context
-        starts = torch.randint(PREFIX, end, (passages, 1), generator=self.generator)
-        rows = self.text[starts + torch.arange(-PREFIX, self.size.context + 1)]
-        rows = F.pad(rows, (0, 0, 0, missing), value=self.padding)
-        capitals, digits, lines, spaces, visible = self.kinds[rows[:, :PREFIX]].sum(1).unbind(1)
-        word_length = visible / spaces
-        features = torch.stack([capitals / PREFIX, digits / PREFIX, lines / PREFIX, word_length / 10], 1)
-        return rows[:, PREFIX:-1], rows[:, PREFIX + 1 :], features
-
-
-class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.heads = size.width // 32
-        self.attention_norm = nn.LayerNorm(size.width)
-        self.query_key_value = nn.Linear(size.width, 3 * size.width)
-        self.attention_out = nn.Linear(size.width, size.width)
-        self.mlp_norm = nn.LayerNorm(size.width)
-        self.mlp_in = nn.Linear(size.width, 4 * size.width)
-        self.mlp_out = nn.Linear(4 * size.width, size.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.query_key_value(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
-
-
-class CharacterModel(nn.Module):
-    """A causal transformer over characters; features of the text before the passage join it at the end."""
-
-    def __init__(self, size: Size, padding: int) -> None:
-        super().__init__()
-        self.padding, symbols = padding, padding + 1
-        self.token_embedding = nn.Embedding(symbols, size.width)
-        self.position_embedding = nn.Embedding(size.context, size.width)
-        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
-        self.final_norm = nn.LayerNorm(size.width)
-        self.prefix_features = nn.Linear(4, size.width, bias=False)
-        self.head = nn.Linear(size.width, symbols)
-        for matrix in (parameter for parameter in self.parameters() if parameter.dim() == 2):
-            nn.init.normal_(matrix, std=0.02)
-
-    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
-        x = self.token_embedding(tokens) + self.position_embedding.weight
-        x = self.final_norm(self.blocks(x))
-        return self.head(x + self.prefix_features(features).unsqueeze(1))
-
-    def loss(self, batch: Batch) -> Tensor:
-        tokens, targets, features = batch
-        present = targets != self.padding
-        return F.cross_entropy(self(tokens, features)[present], targets[present])
+MONITORED = """
+3. The monitor, {steps} steps of a new training
+  monitor = fastclip.Monitor(model, optimizer, max_norm={max_norm}, sinks=..., log_dir=...)
+  and in the loop: monitor.batch(tokens, targets, features, sample_ids=passages); monitor.loss(loss)
+  Step {step} is given a poisoned batch as above.
+"""
 
 
 class Run:
@@ -264,6 +188,37 @@ def poison(run: Run, corpus: Corpus) -> list[str]:
     return failures
 
 
+def monitored(corpus: Corpus, seed: int, steps: int) -> list[str]:
+    """A training under the monitor, with one poisoned batch. Returns what went wrong."""
+    torch.manual_seed(seed)
+    model = CharacterModel(corpus.size, corpus.padding)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7e-4, fused=True)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
+    poisoned = steps * 2 // 3
+    print(MONITORED.format(steps=steps, max_norm=MAX_NORM, step=poisoned))
+    logging.getLogger("fastclip.monitor").setLevel(logging.CRITICAL)  # the summary tells the same below
+    monitor = fastclip.Monitor(model, optimizer, max_norm=MAX_NORM, scheduler=warmup)
+    for step in range(steps):
+        batch = corpus.batch(missing=step == poisoned)
+        passages = range(step * corpus.size.batch, (step + 1) * corpus.size.batch)
+        monitor.batch(*batch, sample_ids=passages)
+        loss = model.loss(batch)
+        monitor.loss(loss)
+        loss.backward()
+        optimizer.step()  # clips, and leaves the poisoned step out
+        warmup.step()
+        optimizer.zero_grad()
+    print(textwrap.indent(monitor.summary(), "  "))
+    print("\n  monitor.diagnose()")
+    diagnosis = monitor.diagnose()
+    for line in str(diagnosis).splitlines():
+        print(textwrap.fill(line, 100, initial_indent="  ", subsequent_indent=" " * 13))
+    failures = [] if diagnosis.cause == "nonfinite_batch" else [f"the diagnosis is {diagnosis.cause}"]
+    if monitor.handle.skipped_steps != 1 or nan_counts(model.named_parameters()):
+        failures.append("the poisoned step should have been left out")
+    return failures
+
+
 def training_failures(theirs: Run, ours: Run) -> list[str]:
     if not theirs.clipped:
         return ["no gradients were clipped, so nothing was compared"]
@@ -289,6 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     show_losses(theirs, ours)
     show_table(theirs, ours)
     failures = training_failures(theirs, ours) + poison(ours, corpus)
+    failures += monitored(corpus, options.seed, 60 if options.quick else 150)
     passed = "Passed: the two trainings agree, and the poisoned batch was caught and its NaN named."
     print("\n".join(f"FAILED: {failure}" for failure in failures) or passed)
     return 1 if failures else 0

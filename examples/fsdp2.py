@@ -4,7 +4,7 @@
 A small model, sharded over all processes, on GPUs where there are some (NCCL), else on the CPU (gloo). The
 norm is that of the whole model and equal on every rank. Halfway, one rank meets a batch with a NaN. FSDP has
 averaged the gradients by then, so that the shards of all ranks hold it: the step is left out on every rank,
-each can name the parameters, and the loss tells whose batch it was.
+and each can name parameters. The monitor tells on every rank whose batch it was, and there which samples.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def main() -> None:
 
     model = make_model(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    handle = fastclip.attach(optimizer, max_norm=1.0, names=model.named_parameters())
+    monitor = fastclip.Monitor(model, optimizer, max_norm=1.0)
+    handle = monitor.handle  # the optimizer is attached
 
     generator = torch.Generator().manual_seed(rank)  # other batches on each rank
     for step in range(steps):
@@ -52,7 +53,9 @@ def main() -> None:
         if step == steps // 2 and rank == dist.get_world_size() - 1:
             inputs[3, 5] = float("nan")
         inputs = inputs.to(device)
+        monitor.batch(inputs, sample_ids=[f"rank{rank}/{32 * step + i}" for i in range(len(inputs))])
         loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+        monitor.loss(loss)
         loss.backward()
         optimizer.step()  # clips by the norm of all ranks, or leaves the step out on all of them
         optimizer.zero_grad()
@@ -63,8 +66,9 @@ def main() -> None:
                 worst = ", ".join(tensor.name for tensor in stats.worst(2))
                 ranks = ", ".join(map(str, stats.nonfinite_ranks))
                 print(f"  left out: NaN or Inf in {worst} and others, on rank {ranks}", flush=True)
-        if not loss.isfinite():
-            print(f"  the loss of rank {rank} in step {step} is {loss.item()}", flush=True)
+    for finding in monitor.diagnose().findings[:1]:  # the likeliest cause
+        print(f"rank {rank} is told: {finding}", flush=True)
+    monitor.close()
     dist.destroy_process_group()
 
 

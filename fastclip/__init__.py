@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fused gradient clipping and statistics for PyTorch.
+"""Fused gradient clipping and statistics for PyTorch, and a monitor that warns before a training fails.
 
 One pass over all gradients gives their norm, the NaN and Inf counts of each, and the clipped gradients.
 """
 
-from . import backends
+from . import backends, policies
 from .amp import GradScaler
 from .backends import native as _native
 from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from .monitor import Monitor
 from .optim import Handle, attach
 from .patch import patch_torch
 from .stats import GradStats, clip_, grad_stats
@@ -18,6 +19,7 @@ __all__ = [
     "GradScaler",
     "GradStats",
     "Handle",
+    "Monitor",
     "attach",
     "backends",
     "clip_",
@@ -27,6 +29,7 @@ __all__ = [
     "get_total_norm",
     "grad_stats",
     "patch_torch",
+    "policies",
 ]
 
 _native.load()

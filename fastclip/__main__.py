@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m fastclip`: the diagnosis."""
+"""`python -m fastclip`: the diagnosis of the installation, or a command as of `fastclip`."""
 
-from .cli.doctor import report
+import sys
+
+from .cli import main
 
 if __name__ == "__main__":
-    print(report())
+    sys.exit(main())

@@ -34,8 +34,9 @@ def output() -> str:
 
 
 @pytest.fixture
-def demo(threads) -> ModuleType:
+def demo(threads, monkeypatch) -> ModuleType:
     threads(1)
+    monkeypatch.syspath_prepend(DEMO.parent)
     spec = importlib.util.spec_from_file_location("demo", DEMO)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -10,7 +10,13 @@ import torch
 import fastclip
 
 README = Path(__file__).parent.parent / "README.md"
-RECIPES = ("Which parameter went wrong", "Clipping inside `optimizer.step()`", "Mixed precision")
+RECIPES = (
+    "Which parameter went wrong",
+    "Clipping inside `optimizer.step()`",
+    "Mixed precision",
+    "Choosing max_norm",
+    "Watching a training",
+)
 
 
 def blocks(section: str) -> list[str]:
@@ -22,7 +28,7 @@ def blocks(section: str) -> list[str]:
 
 
 @pytest.fixture
-def names() -> dict:
+def names(tmp_path) -> dict:
     """What the recipes take for granted."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
     batches = [(x, x.sum(1, keepdim=True)) for x in torch.randn(12, 32, 8)]
@@ -35,6 +41,7 @@ def names() -> dict:
         "batches": batches,
         "loss_function": loss_function,
         "device": "cpu",
+        "directory": str(tmp_path),
     }
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is installed, what was built, and which backend serves which device and why."""
+"""Tell what is installed, what was built, and which backend serves which device and why."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import sys
@@ -48,3 +49,12 @@ def report() -> str:
         lines.append(f"\n{device}")
         lines += [f"  {line}" for line in _backends_of(device)]
     return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It takes none."""
+
+
+def run(options: argparse.Namespace) -> int:
+    print(report())
+    return 0

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the monitor costs: `python -m benchmarks.monitoring`.
+
+The demo's language model is trained several times at once, one step of each in turn: with torch's clipping,
+with an attached optimizer alone, and with the monitor. Every training starts with the same weights and sees
+the same batches. Steps in which the monitor samples something cost more than others: each kind of step has
+its own median, and a training's time is their mean, weighted by how often each kind comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+import fastclip
+from examples.character_model import FULL, QUICK, CharacterModel, Corpus
+from fastclip.monitor.weights import EARLY, is_due
+
+from . import machine
+from .workloads import SMOKE
+
+MAX_NORM = 1.5  # as in the demo
+STEPS = 4 if SMOKE else 240
+ACTIVATIONS_EVERY, WEIGHTS_EVERY = 10, 50
+BARS = {"monitor, defaults": 0.02, "monitor, activations each 10 steps": 0.05}
+
+
+class Row(NamedTuple):
+    """One training: seconds of a step, and how much longer than the attached optimizer alone."""
+
+    name: str
+    seconds: float
+    overhead: float
+
+
+class Training:
+    """A model and its loop. `watch` makes a monitor, or none."""
+
+    def __init__(
+        self, corpus: Corpus, watch: Callable[..., Any] | None, clips_by_torch: bool = False
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = CharacterModel(corpus.size, corpus.padding)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=7e-4, fused=True)
+        self.clips_by_torch = clips_by_torch
+        self.monitor = watch(self.model, self.optimizer) if watch is not None else None
+        if self.monitor is None and not clips_by_torch:
+            fastclip.attach(self.optimizer, MAX_NORM)
+        self.times: list[float] = []
+
+    def step(self, batch: Any) -> None:
+        begin = time.perf_counter()
+        with self.monitor.batch(*batch) if self.monitor is not None else nullcontext():
+            loss = self.model.loss(batch)
+            if self.monitor is not None:
+                self.monitor.loss(loss)
+            loss.backward()
+            if self.clips_by_torch:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.times.append(time.perf_counter() - begin)
+
+    def seconds(self, first: int) -> float:
+        """Of a step on average, from the medians of each kind; without early steps, all of them sampled."""
+        kinds: dict[tuple[bool, bool], list[float]] = {}
+        for step, seconds in enumerate(self.times):
+            if step >= first:
+                kind = is_due(step, ACTIVATIONS_EVERY), is_due(step, WEIGHTS_EVERY)
+                kinds.setdefault(kind, []).append(seconds)
+        count = sum(map(len, kinds.values()))
+        return sum(median(times) * len(times) for times in kinds.values()) / count
+
+
+def trainings(corpus: Corpus, log_dir: str) -> dict[str, Training]:
+    def watch(**options: Any) -> Callable[..., Any]:
+        return lambda model, optimizer: fastclip.Monitor(
+            model, optimizer, max_norm=MAX_NORM, weights_every=WEIGHTS_EVERY, **options
+        )
+
+    activations = {"activations": "leaf", "activations_every": ACTIVATIONS_EVERY}
+    return {
+        "torch.nn.utils.clip_grad_norm_": Training(corpus, None, clips_by_torch=True),
+        "fastclip.attach": Training(corpus, None),
+        "monitor, defaults": Training(corpus, watch(log_dir=log_dir)),
+        "monitor, activations each 10 steps": Training(corpus, watch(log_dir=log_dir + "/2", **activations)),
+    }
+
+
+def measure(steps: int = STEPS) -> list[Row]:
+    """One step of each training in turn, the first of them another one each time."""
+    logging.getLogger("fastclip.monitor").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as log_dir:
+        corpus = Corpus(QUICK if SMOKE else FULL, 0)
+        runs = trainings(corpus, log_dir)
+        for step in range(steps):
+            batch = corpus.batch()
+            order = list(runs.values())
+            for run in order[step % len(order) :] + order[: step % len(order)]:
+                run.step(batch)
+        first = 0 if SMOKE else max(EARLY) + 1
+        base = runs["fastclip.attach"].seconds(first)
+        rows = [Row(name, run.seconds(first), run.seconds(first) / base - 1) for name, run in runs.items()]
+        for run in runs.values():
+            if run.monitor is not None:
+                run.monitor.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    print("\n".join(f"{key}: {value}" for key, value in machine.describe().items()))
+    print("| training | ms a step | beside fastclip.attach | bar |\n|---|---|---|---|")
+    for row in measure(options.steps):
+        bar = f"{BARS[row.name]:.0%}" if row.name in BARS else ""
+        print(f"| {row.name} | {row.seconds * 1e3:.2f} | {row.overhead:+.1%} | {bar} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Explain an event of a log: the data first, then learning rate and loss scale, then the model.
+
+Exit status: 0 if there is no event, 1 if there is one, 2 if the log cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ..monitor import Event, diagnose
+from ..monitor.diagnosis import worst_event
+from .logs import records_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("log", help="directory of a monitor's log, or one file of it")
+    parser.add_argument("--step", type=int, help="explain the event of this step (default: the worst one)")
+    parser.add_argument("--events", action="store_true", help="list all events first")
+
+
+def run(options: argparse.Namespace) -> int:
+    records = records_of(options.log)
+    events = sorted((e for its in records.values() for r in its for e in r.events), key=lambda e: e.step)
+    if options.events:
+        for event in events:
+            print(f"rank {event.rank}: {event}")
+        print()
+    chosen: Event | None = None
+    if options.step is not None:
+        chosen = worst_event([e for e in events if e.step == options.step], least="info")
+        if chosen is None:
+            steps = sorted({e.step for e in events})
+            shown = ", ".join(map(str, steps[:20])) + (", ..." if len(steps) > 20 else "")
+            print(f"fastclip: {options.log} has no event in step {options.step}", file=sys.stderr)
+            print(f"fastclip: it has events in the steps {shown or 'none'}", file=sys.stderr)
+            return 2
+    diagnosis = diagnose(records, chosen)
+    print(diagnosis)
+    return 0 if diagnosis.event is None else 1

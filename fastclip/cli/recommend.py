@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Propose a max_norm from the gradient norms of a log.
+
+Exit status: 0 with a proposal, 1 if there are too few steps, 2 if the log cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..monitor import recommend
+from .logs import records_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("log", help="directory of a monitor's log, or one file of it")
+
+
+def run(options: argparse.Namespace) -> int:
+    records = records_of(options.log)
+    # Norms are global: any rank tells the same; the first is complete as the others are.
+    proposal = recommend(records[min(records)])
+    print(proposal)
+    return 1 if proposal.max_norm is None else 0

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Watching a training: records of every step, precursors of its failure, and where to look first."""
+
+from __future__ import annotations
+
+from . import detectors, sinks
+from .actions import TrainingUnstable
+from .detectors import default_detectors
+from .diagnosis import Diagnosis, diagnose
+from .monitor import Monitor
+from .recommendation import Recommendation, recommend
+from .record import MEANINGS, Event, Record
+
+__all__ = [
+    "MEANINGS",
+    "Diagnosis",
+    "Event",
+    "Monitor",
+    "Recommendation",
+    "Record",
+    "TrainingUnstable",
+    "default_detectors",
+    "detectors",
+    "diagnose",
+    "recommend",
+    "sinks",
+]

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What events make the monitor do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .gate import DECIDED_ON_THE_DEVICE
+from .record import SEVERITIES, Event, Record
+
+Action = str | Callable[[Event], Any]
+Actions = Mapping[str, Action | Sequence[Action]]
+
+WORDS = ("log", "skip", "lower_lr", "stop", "raise")
+# Every process has to do these in the same step, or they part or wait for each other for ever.
+TOGETHER = ("lower_lr", "stop", "raise")
+
+logger = logging.getLogger("fastclip.monitor")
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class TrainingUnstable(RuntimeError):
+    """Raised for an event whose action is "raise".
+
+    Attributes:
+        event: the Event.
+    """
+
+    def __init__(self, event: Event) -> None:
+        super().__init__(str(event))
+        self.event = event
+
+
+def require_actions(actions: Actions | None, kinds: Sequence[str]) -> dict[str, list[Action]]:
+    """The actions by kind or severity, each a list.
+
+    Raises:
+        ValueError: a kind that no detector has, an unknown word, or "skip" for what the device cannot decide.
+        TypeError: an action that is no word and cannot be called.
+    """
+    checked: dict[str, list[Action]] = {}
+    for key, given in (actions or {}).items():
+        if key not in kinds and key not in SEVERITIES:
+            known = ", ".join(map(repr, (*SEVERITIES, *kinds)))
+            raise ValueError(
+                f"expected actions for severities and kinds of events ({known}), but got {key!r}"
+            )
+        listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+        for action in listed:
+            _require_action(key, action)
+        checked[key] = listed
+    return checked
+
+
+def _require_action(key: str, action: Any) -> None:
+    if not isinstance(action, str):
+        if not callable(action):
+            raise TypeError(
+                f"expected the action for {key!r} to be a word or callable, but got {type(action).__name__}"
+            )
+        return
+    if action not in WORDS:
+        words = ", ".join(map(repr, WORDS))
+        raise ValueError(
+            f"expected the action for {key!r} to be one of {words} or callable, but got {action!r}"
+        )
+    if action == "skip" and key not in DECIDED_ON_THE_DEVICE:
+        kinds = ", ".join(map(repr, DECIDED_ON_THE_DEVICE))
+        raise ValueError(
+            f"expected 'skip' only for events known before the update ({kinds}), but got it for {key!r}"
+        )
+
+
+def actions_for(event: Event, actions: Mapping[str, list[Action]]) -> list[Action]:
+    """Those of its kind, else those of its severity. "skip" was done on the device."""
+    return [a for a in actions.get(event.kind, actions.get(event.severity, [])) if a != "skip"]
+
+
+def log(event: Event) -> None:
+    """Into Python's logging, logger "fastclip.monitor"."""
+    logger.log(_LEVELS[event.severity], "%s", event)
+
+
+def lower_learning_rates(optimizer: Optimizer, scheduler: Any, factor: float = 0.5) -> None:
+    """Multiply all learning rates, and what a scheduler of torch computes the next ones from."""
+    for group in optimizer.param_groups:
+        for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if isinstance(group.get(key), Tensor):
+                group[key].mul_(factor)  # the same tensor: a captured graph reads it
+            elif key in group:
+                group[key] = group[key] * factor
+    schedulers = [scheduler] if scheduler is not None else []
+    while schedulers:
+        one = schedulers.pop()
+        for name in ("base_lrs", "max_lrs"):
+            if hasattr(one, name):
+                setattr(one, name, [rate * factor for rate in getattr(one, name)])
+        schedulers += getattr(one, "_schedulers", [])
+
+
+class Dispatcher:
+    """Does what events ask for: at once by itself, or together with the other processes.
+
+    Args:
+        actions: as checked by :func:`require_actions`.
+        world: number of processes.
+        compared: whether they tell each other their requests.
+
+    Raises:
+        ValueError: several processes that do not compare, and an action that all have to take together.
+    """
+
+    def __init__(
+        self,
+        actions: Mapping[str, list[Action]],
+        optimizer: Optimizer,
+        scheduler: Any,
+        world: int,
+        compared: bool,
+    ) -> None:
+        used = {a for listed in actions.values() for a in listed if isinstance(a, str)}
+        together = sorted(used.intersection((*TOGETHER, "skip")))
+        if together and world > 1 and not compared:
+            raise ValueError(
+                f"expected compare_ranks=True with the actions {together} on {world} processes: they have to "
+                "be taken by all of them in the same step"
+            )
+        self.acts = bool(together)
+        self._actions, self._optimizer, self._scheduler = actions, optimizer, scheduler
+        self._compared = compared
+        self.should_stop = False
+        self._raise: Event | None = None
+        # What the other processes are to be asked for, as bits, and the step of the last event that wants it.
+        self._wanted, self._step = 0, -1
+        self._asked: tuple[int, int] = (0, -1)  # the same, asked for and not yet done
+        self._lowered = -1  # events up to this step have lowered the learning rates
+        self._events: dict[str, Event] = {}  # of this process, by what they ask for
+
+    def take(self, record: Record) -> None:
+        """Act on the events of a record, or keep what the other processes are to be asked for."""
+        wanted = 0
+        for event in record.events:
+            if event.severity != "info":
+                log(event)
+            for action in actions_for(event, self._actions):
+                if callable(action):
+                    action(event)
+                elif action == "log":
+                    if event.severity == "info":
+                        log(event)
+                else:
+                    wanted |= 1 << TOGETHER.index(action)
+                    self._events.setdefault(action, event)
+        if not wanted:
+            return
+        if self._compared:
+            self._wanted |= wanted
+            self._step = record.step
+            return
+        self._do(wanted, record.step)
+        if wanted >> TOGETHER.index("raise") & 1 and self._raise is None:
+            self._raise = self._events["raise"]
+        self._events.clear()
+
+    def ask(self) -> tuple[int, int]:
+        """What the other processes are to be asked for now, as bits, and the step of the event."""
+        self._asked, self._wanted = (self._wanted, self._step), 0
+        return self._asked
+
+    def act(self, step: int, requests: Sequence[float], steps: Sequence[float]) -> None:
+        """Do what any of the processes has asked for, at the same place of the same step on all of them.
+
+        Args:
+            step: of this process, for the event.
+            requests, steps: what ask() has given on each rank.
+
+        Raises:
+            TrainingUnstable: one has asked for that. Here and not from the monitor's next call, which is not
+                the same one on every rank: those that are late would wait for ever.
+        """
+        self._asked = (0, -1)
+        agreed = 0
+        for bits in requests:
+            agreed |= int(bits)
+        if not agreed:
+            return
+        self._do(agreed, int(max(s for bits, s in zip(requests, steps, strict=True) if bits)))
+        own, self._events = self._events, {}
+        if agreed >> TOGETHER.index("raise") & 1:
+            asking = next(r for r, bits in enumerate(requests) if int(bits) >> TOGETHER.index("raise") & 1)
+            message = f"an event of rank {asking}, of which its log tells, has asked to raise"
+            other = Event("rank", step, "error", message, {"differing_rank": asking}, asking)
+            raise TrainingUnstable(own.get("raise", other))
+
+    def _do(self, wanted: int, step: int) -> None:
+        # One event that several processes have seen may arrive one step later at some of them.
+        if wanted >> TOGETHER.index("lower_lr") & 1 and step > self._lowered:
+            self._lowered = step
+            lower_learning_rates(self._optimizer, self._scheduler)
+        self.should_stop |= bool(wanted >> TOGETHER.index("stop") & 1)
+
+    def raise_if_asked(self) -> None:
+        """Raises TrainingUnstable once for an event whose action is "raise"."""
+        event, self._raise = self._raise, None
+        if event is not None:
+            raise TrainingUnstable(event)
+
+    def state_dict(self) -> dict[str, int]:
+        """What was asked for and not done, and for which events the learning rates were lowered."""
+        bits, step = self._asked
+        return {"wanted": self._wanted | bits, "step": max(self._step, step), "lowered": self._lowered}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._wanted, self._step, self._lowered = state["wanted"], state["step"], state["lowered"]

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Precursors of a failing training: small classes that look at one record after the other."""
+
+from __future__ import annotations
+
+from .data import BadBatch, BatchShift
+from .detector import Detector
+from .layers import Activations
+from .losses import Failed, LossSpike, NonFinite
+from .norms import ClipShare, NormDrift, NormGrowth, NormSpike
+from .scaling import LossScale, UpdateRatio
+from .system import MemoryGrowth, RankDiffers
+
+__all__ = [
+    "Activations",
+    "BadBatch",
+    "BatchShift",
+    "ClipShare",
+    "Detector",
+    "Failed",
+    "LossScale",
+    "LossSpike",
+    "MemoryGrowth",
+    "NonFinite",
+    "NormDrift",
+    "NormGrowth",
+    "NormSpike",
+    "RankDiffers",
+    "UpdateRatio",
+    "default_detectors",
+]
+
+
+def default_detectors(num_classes: int | None = None) -> list[Detector]:
+    """One of each, with the thresholds of its documentation; those that look at the batch come first."""
+    return [
+        BadBatch(num_classes),
+        BatchShift(),
+        RankDiffers(),
+        LossScale(),
+        UpdateRatio(),
+        Activations(),
+        NormGrowth(),
+        NormSpike(),
+        NormDrift(),
+        ClipShare(),
+        LossSpike(),
+        NonFinite(),
+        MemoryGrowth(),
+        Failed(),
+    ]

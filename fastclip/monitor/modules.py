@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What modules are given and what they give: activations, sampled, and the token ids of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .batches import tensors_in
+from .late import Value
+
+
+def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules without children, by name; "model" where the model itself is one."""
+    return {name or "model": m for name, m in model.named_modules() if next(m.children(), None) is None}
+
+
+def chosen_modules(model: nn.Module, activations: str | Sequence[str] | None) -> dict[str, nn.Module]:
+    """What the argument `activations` names.
+
+    Raises:
+        ValueError: a name that the model does not have; another word than "leaf"; a compiled model.
+        TypeError: something else than names.
+    """
+    if activations is None:
+        return {}
+    if is_compiled(model):
+        raise ValueError(
+            "expected activations=None with a compiled model, whose graph does not call later hooks, "
+            f"but got activations={activations!r}"
+        )
+    if activations == "leaf":
+        return leaf_modules(model)
+    if isinstance(activations, str):
+        raise ValueError(
+            f"expected activations to be 'leaf', a list of names or None, but got {activations!r}"
+        )
+    known = {name or "model": module for name, module in model.named_modules()}
+    if missing := [name for name in activations if name not in known]:
+        raise ValueError(f"expected activations to name modules of the model, but it has no {missing}")
+    return {name: known[name] for name in activations}
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was applied to the model or a part of it."""
+    return any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
+        for m in model.modules()
+    )
+
+
+class ActivationStatistics:
+    """Mean, rms, largest absolute value and non-finite count of the outputs of modules.
+
+    The hooks are there only for the steps that are sampled: in between a forward costs what it always does.
+    Several calls of a module in one step, as in accumulation, count as one: the last.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
+        self._hooks: list[RemovableHandle] = []
+        self._values: dict[str, Value] = {}
+
+    def begin(self) -> None:
+        """Watch from now on."""
+        if self._hooks:
+            return
+        for name, module in self._modules.items():
+            self._hooks.append(module.register_forward_hook(self._hook(name)))
+
+    def end(self) -> dict[str, Value]:
+        """Watch no longer. Returns what was seen."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        values, self._values = self._values, {}
+        return values
+
+    def _hook(self, name: str) -> Any:
+        def measure(module: nn.Module, inputs: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            tensor = next((t for _, t in tensors_in(output) if t.dtype.is_floating_point), None)
+            if tensor is None or not tensor.numel() or tensor.layout is not torch.strided:
+                return
+            with torch.no_grad():
+                self._values[f"activations/{name}"] = _moments(local_tensor(tensor.detach()))
+
+        return measure
+
+
+def _moments(tensor: Tensor) -> Tensor:
+    """[4]: mean, rms, largest absolute value, all of the finite elements, and the number of others."""
+    finite = tensor.isfinite()
+    values = torch.where(finite, tensor, 0).float()
+    count = finite.sum().clamp(min=1)
+    low, high = values.aminmax()
+    mean, square = values.sum() / count, values.square().sum() / count
+    return torch.stack([mean, square.sqrt(), torch.maximum(high, -low), (~finite).sum().float()])
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+class TokenIds:
+    """The smallest and the largest index that each embedding is given, seen before it looks them up."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sizes: dict[str, int] = {}
+        self._values: dict[str, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                self.sizes[name or "model"] = module.num_embeddings
+                self._hooks.append(module.register_forward_pre_hook(self._hook(name or "model")))
+
+    def take(self) -> dict[str, Tensor]:
+        """What was seen since the last call."""
+        values, self._values = self._values, {}
+        return values
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _hook(self, name: str) -> Any:
+        size = self.sizes[name]
+
+        def measure(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if torch.compiler.is_compiling() or not inputs or not isinstance(inputs[0], Tensor):
+                return
+            ids = local_tensor(inputs[0].detach())
+            if not ids.numel():
+                return
+            key = f"token_ids/{name}/"
+            low, high = ids.aminmax()
+            known_low, known_high = self._values.get(key + "min"), self._values.get(key + "max")
+            self._values[key + "min"] = low if known_low is None else torch.minimum(low, known_low)
+            self._values[key + "max"] = high if known_high is None else torch.maximum(high, known_high)
+            if ids.device.type != "cpu" or low < 0 or high >= size:
+                outside = ((ids < 0) | (ids >= size)).sum()
+                before = self._values.get(key + "outside")
+                self._values[key + "outside"] = outside if before is None else before + outside
+
+        return measure
+
+
+def activations_of(values: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """What a record tells of the activations, from the numbers that have arrived."""
+    names = ("mean", "rms", "max", "nonfinite")
+    return {
+        key.removeprefix("activations/"): dict(zip(names, value, strict=True))
+        for key, value in values.items()
+        if key.startswith("activations/")
+    }
+
+
+def token_ids_of(values: dict[str, Any], sizes: dict[str, int]) -> dict[str, dict[str, int]]:
+    """What a record tells of token ids: smallest, largest, how many out of range, and the range."""
+    found: dict[str, dict[str, int]] = {}
+    for key, value in values.items():
+        if key.startswith("token_ids/"):
+            name, _, what = key.removeprefix("token_ids/").rpartition("/")
+            found.setdefault(name, {"outside": 0, "size": sizes[name]})[what] = value
+    return found

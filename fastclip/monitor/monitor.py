@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The monitor of a training loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..groups import MaxNorm
+from ..policies import Policy
+from . import parts
+from .actions import Actions, Dispatcher, require_actions
+from .arrival import RecordMaker
+from .detectors import Detector, default_detectors
+from .diagnosis import Diagnosis, diagnose
+from .gate import Gate
+from .late import LateValues
+from .modules import ActivationStatistics, TokenIds, chosen_modules
+from .ranks import Ranks
+from .recommendation import Recommendation, recommend
+from .record import Event, Record
+from .sinks import SinkGroup
+from .step import OpenStep
+from .summary import summarize
+from .watcher import Parts, Watcher, parameter_names
+from .weights import WeightStatistics
+
+_KEPT_RECORDS = 5000
+
+
+class Monitor:
+    """Watches a training loop: records every step, warns before it fails, tells where to look.
+
+    ::
+
+        monitor = fastclip.Monitor(model, optimizer, max_norm=1.0, log_dir="runs/1")
+        for inputs, targets in loader:
+            monitor.batch(inputs, targets)
+            loss = loss_function(model(inputs), targets)
+            monitor.loss(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Gradients that are accumulated over several batches, each with its ``batch`` and ``loss``, are one step; a
+    step ends with ``optimizer.step()``, or with what a scaler does in its place. Nothing waits for a device:
+    numbers of a GPU arrive about one step late, those of a CPU at once. What they mean stands in
+    :data:`fastclip.monitor.MEANINGS` and in the first line of each log.
+
+    Args:
+        model: gives names, embeddings and modules.
+        optimizer: any that :func:`fastclip.attach` takes.
+        max_norm: attach the optimizer with this limit. None with an optimizer that is attached: its handle is
+            read. None with another: observe only; gradients and steps stay as they are.
+        scheduler: the learning rate scheduler, for the action "lower_lr".
+        scaler: the loss scaler, torch's or fastclip's.
+        log_dir: directory of the log, a file a rank; None for none.
+        sinks: further ones, see :func:`fastclip.monitor.sinks.as_sink`.
+        activations: names of modules whose outputs are measured, or "leaf" for all without children.
+        activations_every, weights_every: how many steps apart activations, and parameter norm and update
+            ratios, are measured; always in steps 0, 1, 2, 4, 8, 16 and 32; 0 for never.
+        max_copy_bytes: what copies of parameters may take while a step is measured.
+        detectors: in place of :func:`fastclip.monitor.default_detectors`.
+        num_classes: labels from here on are out of range.
+        actions: what events do, by kind or severity: "log", "skip" (leave the step out; for "nonfinite",
+            "norm_spike" and "loss_spike", decided on the device, for the last two by the rule of
+            :class:`fastclip.policies.SpikeSkip`), "lower_lr" (halve it), "stop" (``should_stop`` becomes
+            True), "raise" (TrainingUnstable, from the next call of the monitor; with several processes from
+            their next optimizer.step()), any callable, or a list. Several processes take all but callables
+            together, also where one alone has the event, and need the same actions on each.
+            Warnings and errors are always logged.
+        compare_ranks: whether processes tell each other a few numbers a step, in one collective. None: if
+            torch.distributed is in use. Then every rank has to make a monitor.
+
+    Attributes:
+        handle: the :class:`fastclip.Handle` of the optimizer.
+        events: the Events so far.
+        records: the last 5,000 Records.
+        should_stop: whether an event asked to stop.
+
+    Raises:
+        TypeError, ValueError: a mistaken argument; what :func:`fastclip.attach` raises.
+        RuntimeError: max_norm for an optimizer that is attached; a process without a monitor.
+        OSError: log_dir cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        max_norm: MaxNorm | None = None,
+        scheduler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        log_dir: str | None = None,
+        sinks: Iterable[object] = (),
+        activations: str | Sequence[str] | None = None,
+        activations_every: int = 10,
+        weights_every: int = 50,
+        max_copy_bytes: int = 32 * 2**20,
+        detectors: Sequence[Detector] | None = None,
+        num_classes: int | None = None,
+        actions: Actions | None = None,
+        compare_ranks: bool | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected model to be a torch.nn.Module, but got {type(model).__name__}")
+        parts.require_counts(
+            activations_every=activations_every, weights_every=weights_every, max_copy_bytes=max_copy_bytes
+        )
+        modules = chosen_modules(model, activations)
+        self.detectors = list(default_detectors(num_classes) if detectors is None else detectors)
+        parts.require_distinct(self.detectors)
+        checked = require_actions(actions, [detector.kind for detector in self.detectors])
+        self.events: list[Event] = []
+        self.records: deque[Record] = deque(maxlen=_KEPT_RECORDS)
+        names = parameter_names(model, optimizer) if isinstance(optimizer, Optimizer) else {}
+        rank, world = parts.rank_and_world()
+        compared = parts.compares(compare_ranks, world)
+        self._dispatcher = Dispatcher(checked, optimizer, scheduler, world, compared)
+        self._sinks = SinkGroup(parts.all_sinks(log_dir, sinks, rank, world))
+        held = parts.held_kinds(checked, optimizer, max_norm)
+        # After what may fail here alone: the other processes would wait for this one.
+        ranks = Ranks(self._dispatcher.acts, held) if compared else None
+        self._owns_handle, self.handle = parts.handle_for(model, optimizer, max_norm, scaler)
+        weights = WeightStatistics(
+            [(names[p], p) for group in optimizer.param_groups for p in group["params"]],
+            max_copy_bytes,
+            self.handle.process_group,
+        )
+        self._parts = Parts(
+            ActivationStatistics(modules) if modules else None,
+            activations_every,
+            weights,
+            weights_every,
+            TokenIds(model),
+            Gate(held) if held else None,
+            ranks,
+            self._dispatcher,
+            LateValues(self._agreed, on_demand=True) if ranks is not None and ranks.acts else None,
+        )
+        self._maker = RecordMaker(rank, self._parts.token_ids.sizes, names.__getitem__)
+        self._late = LateValues(self._arrived)
+        self._watcher = Watcher(self.handle, scaler, self._parts, self._late.send)
+        self.handle.observers.append(self._watcher)
+
+    # What a training loop calls.
+
+    def batch(self, *batch: Any, sample_ids: Any = None, **named: Any) -> Monitor:
+        """Tell the batch before the forward pass.
+
+        Args:
+            batch, named: tensors, or trees of them: mappings, lists, tuples, dataclasses. Given by keyword
+                they have that name in records and events, else that of their place.
+            sample_ids: a list or a tensor of what names each sample, to find it again.
+
+        Returns:
+            The monitor, as a context: ``with monitor.batch(inputs, targets):`` round a step also records the
+            exception that ends it.
+
+        Raises:
+            TrainingUnstable: an event with the action "raise" has come.
+        """
+        self._dispatcher.raise_if_asked()
+        given = dict(enumerate(batch)) | named if named else batch[0] if len(batch) == 1 else batch
+        self._watcher.add_batch(given, sample_ids)
+        return self
+
+    def loss(self, loss: Tensor | float, **further: Tensor | float) -> None:
+        """Tell the loss of the batch, before ``optimizer.step()``: not scaled by a scaler.
+
+        Args:
+            loss: of one element. The mean over accumulated batches is recorded.
+            further: other losses by name, each of one element.
+
+        Raises:
+            TypeError, ValueError: no number; several elements.
+            TrainingUnstable: an event with the action "raise" has come.
+        """
+        self._dispatcher.raise_if_asked()
+        self._watcher.add_losses(parts.require_losses({"loss": loss, **further}))
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self._watcher.fail(error)
+            self._late.salvage()
+            self._sinks.flush()
+        elif error is None:
+            self._dispatcher.raise_if_asked()
+
+    def close(self) -> None:
+        """Record what is on its way, close the sinks and let go of the model; an optimizer that the monitor
+        has attached is detached. A second call does nothing."""
+        if self._watcher in self.handle.observers:
+            self._watcher.complete_if_made()
+            self._late.poll(wait=True)
+            self.handle.observers.remove(self._watcher)
+        self._watcher.remove_hooks()
+        self._sinks.close()
+        if self._owns_handle:
+            self.handle.detach()
+
+    # What it knows.
+
+    @property
+    def should_stop(self) -> bool:
+        return self._dispatcher.should_stop
+
+    def diagnose(self, event: Event | None = None) -> Diagnosis:
+        """What an event comes from: data first, then learning rate, warm-up and AMP, then the model.
+
+        Args:
+            event: by default the first of the worst ones.
+        """
+        self._late.poll(wait=True)
+        return diagnose({self._maker.rank: list(self.records)}, event)
+
+    def recommend(self) -> Recommendation:
+        """A max_norm for this run, from the norms of the records."""
+        self._late.poll(wait=True)
+        return recommend(list(self.records))
+
+    def summary(self) -> str:
+        """One screen: where the run stands, what was clipped and left out, the events."""
+        self._late.poll(wait=True)
+        return summarize(list(self.records), self.events)
+
+    # Between the steps.
+
+    def _arrived(self, step: OpenStep, values: dict[str, Any]) -> None:
+        record = self._maker.make(step, values)
+        for detector in self.detectors:
+            if (event := detector.update(record)) is not None:
+                record.events.append(event)
+        self.records.append(record)
+        self.events += record.events
+        self._sinks.write(record.to_dict())
+        self._dispatcher.take(record)
+        if record.held and self._parts.gate is not None and self._parts.ranks is None:
+            self._parts.gate.open(step.decision)
+
+    def _agreed(self, label: tuple[int, int], values: dict[str, Any]) -> None:
+        """What all processes do together, at the same place of the same step."""
+        number, decision = label
+        if values.get("held") and self._parts.gate is not None:
+            self._late.poll(wait=True)  # the record comes first
+            self._parts.gate.open(decision)
+        self._dispatcher.act(number, values["requests"], values["request_steps"])
+
+    # Resuming.
+
+    def _stateful(self) -> dict[str, Any]:
+        """What remembers something from step to step, each with a state_dict of its own."""
+        policy = self.handle.max_norm
+        found = {
+            "records": self._maker,
+            "requests": self._dispatcher,
+            "weights": self._parts.weights,
+            "gate": self._parts.gate,
+            "policy": policy if isinstance(policy, Policy) else None,
+        }
+        found |= {f"detector {detector.kind}": detector for detector in self.detectors}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to give the same events; loads with ``weights_only=True``."""
+        self._late.poll(wait=True)
+        states = {name: part.state_dict() for name, part in self._stateful().items()}
+        return {"step": self._watcher.number, "parts": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another monitor was.
+
+        Raises:
+            ValueError: it had other detectors, another policy or other actions "skip".
+        """
+        mine = self._stateful()
+        if set(state["parts"]) != set(mine):
+            lacks, has = sorted(set(mine) - set(state["parts"])), sorted(set(state["parts"]) - set(mine))
+            raise ValueError(f"expected the state of such a monitor, but it lacks {lacks} and has {has}")
+        for name, part in mine.items():
+            part.load_state_dict(state["parts"][name])
+        self._watcher.restart(state["step"])

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The parts that a monitor is put together from, and the checks of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..groups import MaxNorm
+from ..optim import Handle, attach, handle_of
+from .actions import Action
+from .detectors import Detector
+from .gate import DECIDED_ON_THE_DEVICE
+from .late import Value
+from .record import MEANINGS
+from .sinks.jsonl import JsonlSink
+
+
+def require_distinct(detectors: Sequence[Detector]) -> None:
+    kinds = [detector.kind for detector in detectors]
+    if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
+        raise ValueError(f"expected one detector of each kind, but got several of {sorted(twice)}")
+
+
+def rank_and_world() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def compares(compare_ranks: bool | None, world: int) -> bool:
+    """Whether the processes are to tell each other their numbers."""
+    if compare_ranks and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("expected torch.distributed to be in use with compare_ranks=True, but it is not")
+    return world > 1 and compare_ranks is not False
+
+
+def all_sinks(log_dir: str | None, sinks: Iterable[object], rank: int, world: int) -> list[object]:
+    header = {"fields": MEANINGS, "rank": rank, "world_size": world, "torch": torch.__version__}
+    own = [] if log_dir is None else [JsonlSink(log_dir, rank, header=header)]
+    return [*own, *sinks]
+
+
+def handle_for(
+    model: nn.Module,
+    optimizer: Optimizer,
+    max_norm: MaxNorm | None,
+    scaler: torch.amp.GradScaler | None,
+) -> tuple[bool, Handle]:
+    """Whether the monitor has attached the optimizer itself, and the handle."""
+    known = handle_of(optimizer) if isinstance(optimizer, Optimizer) else None
+    if known is None:
+        return True, attach(optimizer, max_norm, scaler=scaler, names=model.named_parameters())
+    if max_norm is not None:
+        raise RuntimeError(
+            f"the optimizer is attached already, with max_norm {known.max_norm}: leave out the monitor's "
+            "max_norm, or detach() the handle first, so that there is no doubt who clips"
+        )
+    if scaler is not known.scaler:
+        raise ValueError(
+            "expected the scaler that the optimizer was attached with; pass it to fastclip.attach"
+        )
+    return False, known
+
+
+def require_counts(**counts: int) -> None:
+    """Raise TypeError or ValueError for what is not a whole number >= 0, by the name of the argument."""
+    for name, count in counts.items():
+        if not isinstance(count, int):
+            raise TypeError(f"expected {name} to be a whole number, but got {type(count).__name__}")
+        if count < 0:
+            raise ValueError(f"expected {name} to be a whole number >= 0, but got {count}")
+
+
+def held_kinds(
+    actions: Mapping[str, list[Action]], optimizer: Optimizer, max_norm: MaxNorm | None
+) -> frozenset[str]:
+    """The kinds of events whose steps are left out.
+
+    Raises:
+        ValueError: there are some, and a monitor that only observes.
+    """
+    held = frozenset(kind for kind in DECIDED_ON_THE_DEVICE if "skip" in actions.get(kind, []))
+    known = handle_of(optimizer) if isinstance(optimizer, Optimizer) else None
+    limit = max_norm if known is None else known.max_norm
+    if held and limit is None:
+        raise ValueError(
+            f"expected max_norm, or an attached optimizer, with the action 'skip' for {sorted(held)}: a "
+            "monitor without observes only. max_norm=float('inf') clips nothing"
+        )
+    return held
+
+
+def require_losses(losses: dict[str, Value]) -> dict[str, Value]:
+    """Raise TypeError or ValueError for what is not a number or a tensor of one element, by name."""
+    for name, value in losses.items():
+        if not isinstance(value, (Tensor, float, int)):
+            raise TypeError(f"expected {name} to be a number, but got {type(value).__name__}")
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"expected {name} to have one element, but got shape {list(value.shape)}")
+    return losses

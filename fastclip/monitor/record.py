@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is known of one optimizer step on one process, and what each number means."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+SEVERITIES = ("info", "warning", "error")
+
+
+@dataclass
+class Event:
+    """Something that a person should know of.
+
+    Attributes:
+        kind: what it is, such as "norm_growth"; the names are those of the detectors' documentation.
+        step: the optimizer step it was seen in.
+        severity: "info", "warning" or "error".
+        message: a sentence with the numbers.
+        values: the numbers that support it.
+        rank: the process it concerns, where that is known; else the one that saw it.
+    """
+
+    kind: str
+    step: int
+    severity: str
+    message: str
+    values: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Event:
+        """Raises ValueError for an event that lacks something; keys of later versions are passed over."""
+        if not isinstance(data, dict) or not {"kind", "step", "severity", "message"} <= set(data):
+            raise ValueError(f"expected an event, but got {_shown(data)}")
+        if data["severity"] not in SEVERITIES:
+            raise ValueError(f"expected a severity of {', '.join(SEVERITIES)}, but got {data['severity']!r}")
+        return cls(**_checked(cls, data))
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.severity}: {self.kind}: {self.message}"
+
+
+@dataclass
+class Record:
+    """One optimizer step on one process. What was not measured in this step is None or empty.
+
+    Meanings, units and scopes of the attributes are those of :data:`MEANINGS`, which also stands in the first
+    line of every log.
+    """
+
+    step: int
+    time: float = 0.0
+    rank: int = 0
+    step_time: float | None = None
+    loss: float | None = None
+    losses: dict[str, float] = field(default_factory=dict)
+    micro_batches: int = 1
+    lr: list[float] = field(default_factory=list)
+    total_norm: float | None = None
+    group_norms: dict[str, float] = field(default_factory=dict)
+    max_norm: float | None = None
+    clip_coef: float | None = None
+    nan_count: int = 0
+    inf_count: int = 0
+    nonfinite_ranks: list[int] = field(default_factory=list)
+    worst: list[dict[str, Any]] = field(default_factory=list)
+    tensor_norms: list[float] = field(default_factory=list)
+    applied: bool | None = None
+    held: bool = False
+    skipped_steps: int = 0
+    overflows: int = 0
+    loss_scale: float | None = None
+    param_norm: float | None = None
+    update_ratio: dict[str, float] = field(default_factory=dict)
+    activations: dict[str, dict[str, float]] = field(default_factory=dict)
+    batch: dict[str, dict[str, Any]] = field(default_factory=dict)
+    token_ids: dict[str, dict[str, int]] = field(default_factory=dict)
+    sample_ids: list[Any] = field(default_factory=list)
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    ranks: dict[str, list[float]] = field(default_factory=dict)
+    error: str | None = None
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def clipped(self) -> bool | None:
+        """Whether the norm was above the limit; None where there was no norm or no limit."""
+        if self.clip_coef is None or not math.isfinite(self.clip_coef):
+            return None
+        return self.clip_coef < 1.0
+
+    @property
+    def has_finite_norm(self) -> bool:
+        return self.total_norm is not None and math.isfinite(self.total_norm)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether neither the loss nor a gradient was NaN or Inf."""
+        if self.loss is not None and not math.isfinite(self.loss):
+            return False
+        if self.total_norm is not None and not math.isfinite(self.total_norm):
+            return False
+        return self.nan_count + self.inf_count == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a log: what was not measured is left out."""
+        data: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None or (isinstance(value, (dict, list)) and not value):
+                continue
+            data[f.name] = value
+        if self.events:
+            data["events"] = [event.to_dict() for event in self.events]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Record:
+        """From a line of a log; keys of later versions are passed over.
+
+        Raises:
+            ValueError: no step, a value of another type, or an event that is none.
+        """
+        if type(data.get("step")) is not int:
+            raise ValueError(f"expected a record with a step, but got step {_shown(data.get('step'))}")
+        events = data.get("events", [])
+        if not isinstance(events, list):
+            raise ValueError(f"expected events to be a list, but got {_shown(events)}")
+        data = {**data, "events": [Event.from_dict(event) for event in events]}
+        return cls(**_checked(cls, data))
+
+
+def _checked(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    """What the class has fields for, if it is of their types."""
+    known = {f.name: str(f.type) for f in fields(cls)}
+    for key, value in data.items():
+        if key in known and not _fits(value, known[key]):
+            raise ValueError(f"expected {key} to be {known[key]}, but got {_shown(value)}")
+    return {key: value for key, value in data.items() if key in known}
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether a value is of a type as written in the classes above; an int is a float, a bool is neither."""
+    optional = annotation.removesuffix(" | None")
+    if value is None:
+        return optional != annotation or annotation == "Any"
+    if optional.startswith("dict[str, "):
+        inner = optional.removeprefix("dict[str, ")[:-1]
+        return isinstance(value, dict) and all(_fits(item, inner) for item in value.values())
+    if optional.startswith("list["):
+        inner = optional.removeprefix("list[")[:-1]
+        return isinstance(value, list) and all(_fits(item, inner) for item in value)
+    if optional in ("int", "float"):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, {"bool": bool, "str": str, "Event": Event}.get(optional, object))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+MEANINGS: dict[str, str] = {
+    "step": "number of the optimizer step, from 0; counts steps that were left out too",
+    "time": "seconds since 1970 when the step ended on the host",
+    "rank": "process in the default process group",
+    "step_time": "seconds since the step before ended on the host",
+    "loss": "mean over the micro-batches of the step; of this rank; as given: not scaled by the loss scale",
+    "losses": "further losses by name, as loss",
+    "micro_batches": "backward passes accumulated into the step, as far as losses or batches were given",
+    "lr": "learning rate used by the step, one for each parameter group",
+    "total_norm": "norm of all gradients of the optimizer: accumulated, unscaled, before clipping, global",
+    "group_norms": "the same by group, where gradients are clipped in groups",
+    "max_norm": "limit of total_norm in this step; the smallest one of several",
+    "clip_coef": "what the gradients were multiplied with by clipping; the smallest one of several groups",
+    "nan_count": "NaN elements in the gradients, accumulated, global",
+    "inf_count": "Inf elements in the gradients, accumulated, global",
+    "nonfinite_ranks": "processes whose part of the gradients held NaN or Inf; empty without shards",
+    "worst": "gradients with the most NaN and Inf, then the largest norms: unscaled, before clipping, global",
+    "tensor_norms": "norm of each gradient, unscaled, before clipping, global; every few steps",
+    "applied": "whether the step changed the parameters",
+    "held": "whether the monitor left the step out: action skip",
+    "skipped_steps": "steps left out so far, for whatever reason",
+    "overflows": "steps so far that a loss scaler left out",
+    "loss_scale": "factor of the loss in this step",
+    "param_norm": "2-norm of all parameters before the step, global; every few steps",
+    "update_ratio": "2-norm of a parameter's change over that of the parameter, local shard; every few steps",
+    "activations": "mean, rms, max of absolute values and non-finite count of module outputs; local, sampled",
+    "batch": "of the batch tensors, local, last micro-batch; counts are summed over the micro-batches",
+    "token_ids": "smallest and largest index given to each embedding, and how many were out of range; local",
+    "sample_ids": "as given with the batches of the step; local",
+    "samples_per_second": "local, by step_time",
+    "tokens_per_second": "local, by step_time, elements of the first integer tensor of each batch",
+    "memory": "bytes: resident of the process; allocated and reserved on its device; every few steps",
+    "ranks": "by rank: loss, non-finite elements in the batch, seconds from batch to loss, requests",
+    "error": "the exception that ended the step",
+    "events": "what the detectors found",
+}
