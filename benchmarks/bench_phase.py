@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The whole phase of the optimizer, and sharded gradients, as cases of their own."""
+"""The whole phase of the optimizer, sharded gradients and the monitor, as cases of their own."""
 
 from __future__ import annotations
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from . import collectives, parity, phases, sharded
+from . import collectives, monitoring, parity, phases, sharded
 from .machine import available_memory
 from .timing import MIN_PAIRS
 from .workloads import SMOKE, WORKLOADS, Gradients
@@ -30,6 +30,13 @@ def test_sharded() -> None:
     for count, theirs, ours in sharded.measure(2):
         assert theirs > 0 and ours > 0
         assert SMOKE or theirs / ours >= sharded.BAR, f"{count} parameters: {theirs / ours:.1f}x"
+
+
+def test_monitored() -> None:
+    for row in monitoring.measure():
+        assert row.seconds > 0
+        bar = monitoring.BARS.get(row.name)
+        assert SMOKE or bar is None or row.overhead < bar, f"{row.name}: {row.overhead:+.1%}"
 
 
 def test_the_formula_prints(capsys: pytest.CaptureFixture) -> None:

@@ -49,8 +49,8 @@ POISON = """
 
 MONITORED = """
 3. The monitor, {steps} steps of a new training
-  monitor = fastclip.Monitor(model, optimizer, max_norm={max_norm}, sinks=..., log_dir=...)
-  and in the loop: monitor.batch(tokens, targets, features, sample_ids=passages); monitor.loss(loss)
+  monitor = fastclip.Monitor(model, optimizer, max_norm={max_norm})
+  and in the loop: monitor.batch(tokens=tokens, ..., sample_ids=passages); monitor.loss(loss)
   Step {step} is given a poisoned batch as above.
 """
 
@@ -201,7 +201,8 @@ def monitored(corpus: Corpus, seed: int, steps: int) -> list[str]:
     for step in range(steps):
         batch = corpus.batch(missing=step == poisoned)
         passages = range(step * corpus.size.batch, (step + 1) * corpus.size.batch)
-        monitor.batch(*batch, sample_ids=passages)
+        tokens, targets, features = batch
+        monitor.batch(tokens=tokens, targets=targets, features=features, sample_ids=passages)
         loss = model.loss(batch)
         monitor.loss(loss)
         loss.backward()

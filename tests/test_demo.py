@@ -167,3 +167,20 @@ def test_a_poisoned_batch_that_is_not_named_is_rejected(demo, monkeypatch, clip_
     failures = demo.poison(run, corpus)
     assert bool(failures) == bool(failure)
     assert all(failure in line for line in failures)
+
+
+def test_the_monitor_sums_up_and_names_the_cause(output):
+    part = output.split("3. The monitor")[1]
+    assert "left out    1 step" in part and re.search(r"clipping +\d+ of 59 steps at max_norm 1\.5", part)
+    assert re.search(r"step 40: error: bad_batch: batch tensor features holds 1 NaN", part)
+    diagnosis = part.split("monitor.diagnose()")[1]
+    first = next(line for line in diagnosis.splitlines() if line.strip().startswith("data"))
+    assert "step 40, rank 0: batch tensor features holds 1 NaN" in first
+    assert "samples 320, 321" in diagnosis
+
+
+def test_a_wrong_diagnosis_fails_the_demo(demo, monkeypatch, capsys):
+    monkeypatch.setattr(fastclip.monitor.Diagnosis, "cause", "unknown")
+    assert demo.monitored(demo.Corpus(demo.QUICK, 0), 0, 12) == ["the diagnosis is unknown"]
+    monkeypatch.undo()
+    assert demo.monitored(demo.Corpus(demo.QUICK, 0), 0, 12) == []

@@ -198,7 +198,7 @@ MEANINGS: dict[str, str] = {
     "sample_ids": "as given with the batches of the step; local",
     "samples_per_second": "local, by step_time",
     "tokens_per_second": "local, by step_time, elements of the first integer tensor of each batch",
-    "memory": "bytes: resident of the process; allocated and reserved on its device; every few steps",
+    "memory": "bytes: resident but for mapped files; allocated and reserved on the device; every few steps",
     "ranks": "by rank: loss, non-finite elements in the batch, seconds from batch to loss, requests",
     "error": "the exception that ended the step",
     "events": "what the detectors found",

@@ -84,7 +84,9 @@ def memory_of(device: torch.device) -> dict[str, int]:
     memory: dict[str, int] = {}
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            memory["resident"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            resident, shared = map(int, file.read().split()[1:3])
+        # Pages of files, such as a memory-mapped dataset, fill up in the first epoch and can be dropped.
+        memory["resident"] = (resident - shared) * os.sysconf("SC_PAGE_SIZE")
     except FileNotFoundError:
         pass  # not Linux
     if device.type == "cuda":

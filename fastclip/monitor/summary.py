@@ -77,8 +77,9 @@ def _steps(records: Sequence[Record]) -> tuple[str, str]:
     last = records[-1]
     if not last.skipped_steps:
         return "left out", "no step"
+    steps = "step" if last.skipped_steps == 1 else "steps"
     overflows = f", {last.overflows} of them by the loss scaler" if last.overflows else ""
-    return "left out", f"{last.skipped_steps} steps{overflows}"
+    return "left out", f"{last.skipped_steps} {steps}{overflows}"
 
 
 def _scale(records: Sequence[Record]) -> tuple[str, str]:

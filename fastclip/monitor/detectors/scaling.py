@@ -17,17 +17,17 @@ class LossScale(Detector):
 
     A scaler begins too high on purpose and halves until it fits: from torch's 65536 three or four times in
     most trainings, from DeepSpeed's 2^32 sixteen times. Until a first step without overflow has been made,
-    `search` overflows are therefore no alarm, nor is what the search began with compared with later. After
-    it a scaler loses a factor of 2 now and then for ever. The known collapses (fairseq #1529, pytorch
-    #157436: 131072 to 5e-23) are dozens of overflows in a row.
+    only overflows at a scale of `low` or less are therefore an alarm, and what the search began with is not
+    compared with later. After it a scaler loses a factor of 2 now and then for ever. The known collapses
+    (fairseq #1529, pytorch #157436: 131072 to 5e-23) are dozens of overflows in a row.
     """
 
     kind = "loss_scale"
     STATE = ("window", "streak", "overflows", "found")
 
-    def __init__(self, streak: int = 5, fall: float = 32.0, window: int = 100, search: int = 24) -> None:
+    def __init__(self, streak: int = 5, fall: float = 32.0, window: int = 100, low: float = 2048.0) -> None:
         super().__init__()
-        self.limit, self.fall, self.search = streak, fall, search
+        self.limit, self.fall, self.low = streak, fall, low
         self.window = Window(window)
         self.streak = 0
         self.overflows = 0
@@ -56,7 +56,7 @@ class LossScale(Detector):
             return self.event(record, "error", message, **numbers)
         if self.found and (self.streak >= self.limit or scale * self.fall <= largest):
             return self.event(record, "warning", f"the loss scale falls: {scale:g} {after}", **numbers)
-        if self.streak >= self.search:
+        if not self.found and self.streak >= self.limit and scale <= self.low:
             message = f"no loss scale fits: {scale:g} {after}, and no step has been made yet"
             return self.event(record, "warning", message, **numbers)
         return None
