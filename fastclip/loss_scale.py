@@ -8,6 +8,7 @@ access; it is the same in every torch from 2.6 to 2.14.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,3 +144,16 @@ def begin(
     _require_same_parameters(optimizer, here)
     require_unscalable(here)
     return Unscaling(inverse(scale), record)
+
+
+def scaler_is_calling(depth: int = 12) -> bool:
+    """Whether a GradScaler called the step. It does so for an optimizer that is not fused, without a sign."""
+    code = GradScaler._maybe_opt_step.__code__
+    frame = sys._getframe(1)
+    for _ in range(depth):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code is code:
+            return True
+    return False

@@ -255,3 +255,16 @@ def test_an_exception_is_recorded_and_passed_on(tmp_path):
     assert "IndexError: Target 7 is out of bounds" in record["error"] and record["batch"]["1"]["max"] == 7
     diagnosis = monitor.diagnose()
     assert diagnosis.cause == "labels" and diagnosis.findings[0].sample_ids == list("abcdefgh")
+
+
+def test_gradients_with_nan_are_named_first_though_it_was_zeroed():
+    model, optimizer = make()
+    fastclip.attach(optimizer, 1.0, nonfinite="zero")
+    monitor = Monitor(model, optimizer)
+    loss_of(model, next(batches(1))).backward()
+    model[0].bias.grad[2] = math.nan
+    optimizer.step()
+    monitor.close()
+    (record,) = monitor.records
+    assert record.worst[0]["name"] == "0.bias" and record.worst[0]["nan_count"] == record.nan_count == 1
+    assert record.applied and math.isfinite(record.total_norm)

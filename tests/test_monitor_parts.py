@@ -55,7 +55,9 @@ def test_copies_of_parameters_stay_below_the_cap():
     """And every parameter has its turn, but for one that is too large."""
     shapes = [(10, 10), (20, 10), (300, 10), (5, 10), (30, 10)]
     named = [(f"p{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
-    weights = WeightStatistics(named, max_bytes=1400)
+    names = {p: name for name, p in named}
+    optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
+    weights = WeightStatistics(optimizer, names.__getitem__, max_bytes=1400)
     seen: list[list[str]] = []
     for _ in range(6):
         norm = weights.before_step(every=1)["param_norm"]

@@ -92,7 +92,7 @@ def lower_learning_rates(optimizer: Optimizer, scheduler: Any, factor: float = 0
         for key in ("lr", "initial_lr", "max_lr", "min_lr"):
             if isinstance(group.get(key), Tensor):
                 group[key].mul_(factor)  # the same tensor: a captured graph reads it
-            elif key in group:
+            elif group.get(key) is not None:
                 group[key] = group[key] * factor
     schedulers = [scheduler] if scheduler is not None else []
     while schedulers:

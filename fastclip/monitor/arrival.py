@@ -53,8 +53,8 @@ class RecordMaker:
             memory=step.memory,
             error=step.error,
         )
-        if step.plan is not None:
-            for name, value in fields_of(values, step.plan, step.with_norms, self._name_of).items():
+        if step.gradients is not None:
+            for name, value in fields_of(values, step.gradients, self._name_of).items():
                 setattr(record, name, value)
         left_out = values.get("left_out")
         record.applied = None if left_out is None else not left_out

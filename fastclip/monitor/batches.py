@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,11 @@ from torch import Tensor
 from .late import Value
 
 BUCKETS = 64  # of the histogram of integers: value modulo 64, so exact for up to 64 classes
+_DEPTH = 6  # levels of a batch that are looked through
+_MEASURED = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
 _MAX_TENSORS = 16  # of a batch; a tree of thousands of tensors is not looked through each step
 
 
@@ -23,25 +30,43 @@ class Shape(NamedTuple):
     dtype: str
 
 
-def tensors_in(batch: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_in(batch: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a tree of mappings, lists and tuples, named by their path: "inputs.0".
 
     Objects with attributes, such as a dataclass, are looked into by those. A lone tensor is called "batch".
+    Nothing is looked for more than _DEPTH levels down: an object may refer to itself.
     """
     if isinstance(batch, Tensor):
         yield prefix or "batch", batch
+        return
+    if depth == _DEPTH:
         return
     if isinstance(batch, Mapping):
         items: Iterator[tuple[Any, Any]] = iter(batch.items())
     elif isinstance(batch, (list, tuple)):
         names = getattr(batch, "_fields", range(len(batch)))
         items = iter(zip(names, batch, strict=True))
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        items = iter((f.name, getattr(batch, f.name, None)) for f in dataclasses.fields(batch))
     elif hasattr(batch, "__dict__") and not isinstance(batch, type) and not callable(batch):
         items = iter(vars(batch).items())
     else:
         return
     for key, value in items:
-        yield from tensors_in(value, f"{prefix}.{key}" if prefix else str(key))
+        yield from tensors_in(value, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor has numbers to be measured: no subclass, none of vmap, no meta or nested one."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.dtype in _MEASURED
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.numel() > 0
+    )
 
 
 class BatchStatistics:
@@ -61,9 +86,10 @@ class BatchStatistics:
         self.count += 1
         self._add_ids(sample_ids)
         first, first_integer = True, True
-        for number, (name, tensor) in enumerate(tensors_in(batch)):
-            if number == _MAX_TENSORS:
-                break
+        for name, tensor in islice(tensors_in(batch), _MAX_TENSORS):
+            if tensor.is_nested:
+                self.shapes[name] = Shape([tensor.size(0)], "nested")
+                continue
             if first and tensor.dim():
                 self.samples += tensor.shape[0]
                 first = False
@@ -72,17 +98,19 @@ class BatchStatistics:
                 self.tokens += tensor.numel()
                 first_integer = False
             self.shapes[name] = Shape(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            if tensor.numel() and tensor.layout is torch.strided and not tensor.dtype.is_complex:
+            if is_plain(tensor):
                 self._measure(name, tensor, is_integer)
 
     def _add_ids(self, sample_ids: Any) -> None:
-        if isinstance(sample_ids, Tensor):
-            if sample_ids.device.type == "cuda":
-                self.values[f"sample_ids/{self.count}"] = sample_ids
-                return
+        if sample_ids is None:
+            return
+        if isinstance(sample_ids, Tensor) and sample_ids.device.type != "cpu":
+            self.values[f"sample_ids/{self.count}"] = sample_ids.reshape(-1)
+            return
+        if hasattr(sample_ids, "tolist"):  # a tensor, or an array of NumPy
             sample_ids = sample_ids.reshape(-1).tolist()
-        if sample_ids is not None:
-            self.sample_ids += list(sample_ids)
+        listed = [sample_ids] if isinstance(sample_ids, (str, int)) else list(sample_ids)
+        self.sample_ids += [_plain_id(one) for one in listed]
 
     def _measure(self, name: str, tensor: Tensor, is_integer: bool) -> None:
         key = f"batch/{name}/"
@@ -126,6 +154,12 @@ class BatchStatistics:
     def _sum(self, key: str, value: Tensor) -> None:
         before = self.values.get(key)
         self.values[key] = value if before is None else before + value
+
+
+def _plain_id(one: Any) -> Any:
+    """What a log can hold: a number or a text."""
+    one = one.item() if hasattr(one, "item") else one
+    return one if isinstance(one, (int, float, str)) else str(one)
 
 
 def batch_of(values: dict[str, Any], shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def numbers_of(plan: Plan, with_norms: bool) -> dict[str, Value]:
     values: dict[str, Value] = {"summary": summary}
     if not (healthy and bool(summary[:, 0].isfinite().all())):
         bad = stats[:, 1:]
-        totals = getattr(request.grads, "totals", None)  # with process groups the rows are not all there is
+        totals = plan.totals  # with process groups the rows are not all there is
         values["counts"] = bad.sum(0) if totals is None else totals[0][:, 1:].sum(0)
         order = torch.where(bad.sum(1) > 0, math.inf, order)
     values["worst_index"] = index = order.topk(min(WORST, len(stats))).indices
@@ -51,16 +52,28 @@ def numbers_of(plan: Plan, with_norms: bool) -> dict[str, Value]:
         values["inv_scale"] = plan.inv_scale
     if with_norms:
         values["tensor_norms"] = reference.totals(stats, request.norm_type, range(len(stats)))
-    if (alarms := getattr(request.grads, "alarms", None)) is not None:
+    if (alarms := plan.alarms) is not None:
         values["alarms"] = alarms
     return values
 
 
-def fields_of(
-    values: dict[str, Any], plan: Plan, with_norms: bool, name_of: Callable[[Tensor], str]
-) -> dict[str, Any]:
+@dataclass
+class Gradients:
+    """What the host knows of the pass. It outlives the step by a while: neither gradients nor statistics."""
+
+    parameters: list[Tensor]
+    labels: Sequence[Hashable]
+    norm_type: float
+    with_norms: bool
+
+    @classmethod
+    def of(cls, plan: Plan, with_norms: bool) -> Gradients:
+        request = plan.request
+        return cls(request.parameters, request.labels, request.norm_type, with_norms)
+
+
+def fields_of(values: dict[str, Any], request: Gradients, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
     """The fields of a record, from the numbers that have arrived."""
-    request = plan.request
     inv_scale = values.get("inv_scale", 1.0)
     while isinstance(inv_scale, list):
         inv_scale = inv_scale[0]
@@ -85,7 +98,7 @@ def fields_of(
         }
         for index, row in zip(values["worst_index"], values["worst"], strict=True)
     ]
-    if with_norms:
+    if request.with_norms:
         found["tensor_norms"] = [norm * inv_scale for norm in values["tensor_norms"]]
     return found
 

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .batches import tensors_in
+from .batches import is_plain, tensors_in
+from .guard import guarded
 from .late import Value
 
 
@@ -53,6 +56,37 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
+class ModuleHook:
+    """A forward hook that measures one module of the training: not its copies, nor passes that only evaluate.
+
+    It can be copied and pickled with the module, and then does nothing.
+
+    Args:
+        measure: called with the module's inputs, or with its output.
+    """
+
+    def __init__(self, module: nn.Module, measure: Callable[[Any], None]) -> None:
+        self._module = weakref.ref(module)
+        self._measure = measure
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any = None) -> None:
+        if torch.compiler.is_compiling() or self._module() is not module:
+            return
+        if module.training or torch.is_grad_enabled():
+            with torch.no_grad():
+                guarded(self._measure, inputs if output is None else output)
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _Nothing:
+    """The hook of a copy."""
+
+    def __call__(self, *arguments: Any) -> None:
+        """Measures nothing."""
+
+
 class ActivationStatistics:
     """Mean, rms, largest absolute value and non-finite count of the outputs of modules.
 
@@ -70,7 +104,8 @@ class ActivationStatistics:
         if self._hooks:
             return
         for name, module in self._modules.items():
-            self._hooks.append(module.register_forward_hook(self._hook(name)))
+            hook = ModuleHook(module, partial(self._measure, name))
+            self._hooks.append(module.register_forward_hook(hook))
 
     def end(self) -> dict[str, Value]:
         """Watch no longer. Returns what was seen."""
@@ -80,17 +115,10 @@ class ActivationStatistics:
         values, self._values = self._values, {}
         return values
 
-    def _hook(self, name: str) -> Any:
-        def measure(module: nn.Module, inputs: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            tensor = next((t for _, t in tensors_in(output) if t.dtype.is_floating_point), None)
-            if tensor is None or not tensor.numel() or tensor.layout is not torch.strided:
-                return
-            with torch.no_grad():
-                self._values[f"activations/{name}"] = _moments(local_tensor(tensor.detach()))
-
-        return measure
+    def _measure(self, name: str, output: Any) -> None:
+        tensor = next((t for _, t in tensors_in(output) if t.dtype.is_floating_point), None)
+        if tensor is not None and is_plain(local_tensor(tensor)):
+            self._values[f"activations/{name}"] = _moments(local_tensor(tensor.detach()))
 
 
 def _moments(tensor: Tensor) -> Tensor:
@@ -118,7 +146,8 @@ class TokenIds:
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 self.sizes[name or "model"] = module.num_embeddings
-                self._hooks.append(module.register_forward_pre_hook(self._hook(name or "model")))
+                hook = ModuleHook(module, partial(self._measure, name or "model"))
+                self._hooks.append(module.register_forward_pre_hook(hook))
 
     def take(self) -> dict[str, Tensor]:
         """What was seen since the last call."""
@@ -130,26 +159,21 @@ class TokenIds:
             hook.remove()
         self._hooks.clear()
 
-    def _hook(self, name: str) -> Any:
-        size = self.sizes[name]
-
-        def measure(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if torch.compiler.is_compiling() or not inputs or not isinstance(inputs[0], Tensor):
-                return
-            ids = local_tensor(inputs[0].detach())
-            if not ids.numel():
-                return
-            key = f"token_ids/{name}/"
-            low, high = ids.aminmax()
-            known_low, known_high = self._values.get(key + "min"), self._values.get(key + "max")
-            self._values[key + "min"] = low if known_low is None else torch.minimum(low, known_low)
-            self._values[key + "max"] = high if known_high is None else torch.maximum(high, known_high)
-            if ids.device.type != "cpu" or low < 0 or high >= size:
-                outside = ((ids < 0) | (ids >= size)).sum()
-                before = self._values.get(key + "outside")
-                self._values[key + "outside"] = outside if before is None else before + outside
-
-        return measure
+    def _measure(self, name: str, inputs: tuple[Any, ...]) -> None:
+        if not inputs or not isinstance(inputs[0], Tensor):
+            return
+        ids = local_tensor(inputs[0].detach())
+        if not is_plain(ids):
+            return
+        key, size = f"token_ids/{name}/", self.sizes[name]
+        low, high = ids.aminmax()
+        known_low, known_high = self._values.get(key + "min"), self._values.get(key + "max")
+        self._values[key + "min"] = low if known_low is None else torch.minimum(low, known_low)
+        self._values[key + "max"] = high if known_high is None else torch.maximum(high, known_high)
+        if ids.device.type != "cpu" or low < 0 or high >= size:
+            outside = ((ids < 0) | (ids >= size)).sum()
+            before = self._values.get(key + "outside")
+            self._values[key + "outside"] = outside if before is None else before + outside
 
 
 def activations_of(values: dict[str, Any]) -> dict[str, dict[str, float]]:

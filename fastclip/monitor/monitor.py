@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -20,18 +19,18 @@ from .arrival import RecordMaker
 from .detectors import Detector, default_detectors
 from .diagnosis import Diagnosis, diagnose
 from .gate import Gate
-from .late import LateValues
+from .guard import guarded
+from .history import History
+from .late import LateValues, Value
 from .modules import ActivationStatistics, TokenIds, chosen_modules
 from .ranks import Ranks
 from .recommendation import Recommendation, recommend
-from .record import Event, Record
+from .record import Event
 from .sinks import SinkGroup
 from .step import OpenStep
 from .summary import summarize
-from .watcher import Parts, Watcher, parameter_names
+from .watcher import ParameterNames, Parts, Watcher
 from .weights import WeightStatistics
-
-_KEPT_RECORDS = 5000
 
 
 class Monitor:
@@ -48,10 +47,10 @@ class Monitor:
             optimizer.step()
             optimizer.zero_grad()
 
-    Gradients that are accumulated over several batches, each with its ``batch`` and ``loss``, are one step; a
-    step ends with ``optimizer.step()``, or with what a scaler does in its place. Nothing waits for a device:
-    numbers of a GPU arrive about one step late, those of a CPU at once. What they mean stands in
-    :data:`fastclip.monitor.MEANINGS` and in the first line of each log.
+    Gradients accumulated over several batches, each with its ``batch`` and ``loss``, are one step; it ends
+    with ``optimizer.step()``, or with what a scaler does in its place. The monitor waits for no device:
+    numbers of a GPU arrive about one step late, those of a CPU at once; :data:`fastclip.monitor.MEANINGS`
+    tells what they are. A defect of its own is a warning. Steps captured in a CUDA graph are not seen.
 
     Args:
         model: gives names, embeddings and modules.
@@ -80,8 +79,7 @@ class Monitor:
 
     Attributes:
         handle: the :class:`fastclip.Handle` of the optimizer.
-        events: the Events so far.
-        records: the last 5,000 Records.
+        records, events: the last 5,000 Records and Events.
         should_stop: whether an event asked to stop.
 
     Raises:
@@ -118,9 +116,6 @@ class Monitor:
         self.detectors = list(default_detectors(num_classes) if detectors is None else detectors)
         parts.require_distinct(self.detectors)
         checked = require_actions(actions, [detector.kind for detector in self.detectors])
-        self.events: list[Event] = []
-        self.records: deque[Record] = deque(maxlen=_KEPT_RECORDS)
-        names = parameter_names(model, optimizer) if isinstance(optimizer, Optimizer) else {}
         rank, world = parts.rank_and_world()
         compared = parts.compares(compare_ranks, world)
         self._dispatcher = Dispatcher(checked, optimizer, scheduler, world, compared)
@@ -129,8 +124,10 @@ class Monitor:
         # After what may fail here alone: the other processes would wait for this one.
         ranks = Ranks(self._dispatcher.acts, held) if compared else None
         self._owns_handle, self.handle = parts.handle_for(model, optimizer, max_norm, scaler)
+        names = ParameterNames(model, optimizer)
         weights = WeightStatistics(
-            [(names[p], p) for group in optimizer.param_groups for p in group["params"]],
+            optimizer,
+            names,
             max_copy_bytes,
             self.handle.process_group,
         )
@@ -145,14 +142,16 @@ class Monitor:
             self._dispatcher,
             LateValues(self._agreed, on_demand=True) if ranks is not None and ranks.acts else None,
         )
-        self._maker = RecordMaker(rank, self._parts.token_ids.sizes, names.__getitem__)
+        self._maker = RecordMaker(rank, self._parts.token_ids.sizes, names)
+        self._history = History(self._maker, self.detectors, self._sinks)
+        self.records, self.events = self._history.records, self._history.events
         self._late = LateValues(self._arrived)
-        self._watcher = Watcher(self.handle, scaler, self._parts, self._late.send)
+        self._watcher = Watcher(self.handle, scaler, self._parts, self._finish)
         self.handle.observers.append(self._watcher)
 
     # What a training loop calls.
 
-    def batch(self, *batch: Any, sample_ids: Any = None, **named: Any) -> Monitor:
+    def batch(self, /, *batch: Any, sample_ids: Any = None, **named: Any) -> Monitor:
         """Tell the batch before the forward pass.
 
         Args:
@@ -173,7 +172,7 @@ class Monitor:
         return self
 
     def loss(self, loss: Tensor | float, **further: Tensor | float) -> None:
-        """Tell the loss of the batch, before ``optimizer.step()``: not scaled by a scaler.
+        """Tell the loss of the batch, not scaled by a scaler: before ``optimizer.step()``, or once after it.
 
         Args:
             loss: of one element. The mean over accumulated batches is recorded.
@@ -192,11 +191,13 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception):
+        if error is not None and not isinstance(error, Exception):
+            self._watcher.drop()
+        elif error is not None:
             self._watcher.fail(error)
             self._late.salvage()
             self._sinks.flush()
-        elif error is None:
+        else:
             self._dispatcher.raise_if_asked()
 
     def close(self) -> None:
@@ -204,9 +205,9 @@ class Monitor:
         has attached is detached. A second call does nothing."""
         if self._watcher in self.handle.observers:
             self._watcher.complete_if_made()
-            self._late.poll(wait=True)
+            self._poll()
             self.handle.observers.remove(self._watcher)
-        self._watcher.remove_hooks()
+        self._watcher.close()
         self._sinks.close()
         if self._owns_handle:
             self.handle.detach()
@@ -218,43 +219,45 @@ class Monitor:
         return self._dispatcher.should_stop
 
     def diagnose(self, event: Event | None = None) -> Diagnosis:
-        """What an event comes from: data first, then learning rate, warm-up and AMP, then the model.
-
-        Args:
-            event: by default the first of the worst ones.
-        """
-        self._late.poll(wait=True)
+        """What an event, by default the first of the worst ones, comes from: see :func:`diagnose`."""
+        self._poll()
         return diagnose({self._maker.rank: list(self.records)}, event)
 
     def recommend(self) -> Recommendation:
         """A max_norm for this run, from the norms of the records."""
-        self._late.poll(wait=True)
+        self._poll()
         return recommend(list(self.records))
 
     def summary(self) -> str:
         """One screen: where the run stands, what was clipped and left out, the events."""
-        self._late.poll(wait=True)
+        self._poll()
         return summarize(list(self.records), self.events)
 
     # Between the steps.
 
+    def _finish(self, step: OpenStep, values: dict[str, Value]) -> None:
+        guarded(self._late.send, step, values)
+        self._act()
+
+    def _poll(self) -> None:
+        guarded(self._late.poll, True)
+        self._act()
+
+    def _act(self) -> None:
+        """On the records that have arrived. Not guarded: a person's own functions are called."""
+        while self._history.new:
+            self._dispatcher.take(self._history.new.popleft())
+
     def _arrived(self, step: OpenStep, values: dict[str, Any]) -> None:
-        record = self._maker.make(step, values)
-        for detector in self.detectors:
-            if (event := detector.update(record)) is not None:
-                record.events.append(event)
-        self.records.append(record)
-        self.events += record.events
-        self._sinks.write(record.to_dict())
-        self._dispatcher.take(record)
-        if record.held and self._parts.gate is not None and self._parts.ranks is None:
+        guarded(self._history.add, step, values)
+        if values.get("held") and self._parts.gate is not None and self._parts.ranks is None:
             self._parts.gate.open(step.decision)
 
     def _agreed(self, label: tuple[int, int], values: dict[str, Any]) -> None:
         """What all processes do together, at the same place of the same step."""
         number, decision = label
         if values.get("held") and self._parts.gate is not None:
-            self._late.poll(wait=True)  # the record comes first
+            self._poll()  # the record comes first
             self._parts.gate.open(decision)
         self._dispatcher.act(number, values["requests"], values["request_steps"])
 
@@ -275,7 +278,8 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to give the same events; loads with ``weights_only=True``."""
-        self._late.poll(wait=True)
+        self._watcher.complete_if_made()
+        self._poll()
         states = {name: part.state_dict() for name, part in self._stateful().items()}
         return {"step": self._watcher.number, "parts": states}
 
@@ -286,6 +290,8 @@ class Monitor:
             ValueError: it had other detectors, another policy or other actions "skip".
         """
         mine = self._stateful()
+        if not isinstance(state, dict) or not {"step", "parts"} <= set(state):
+            raise ValueError("expected the state_dict of a monitor, but got something else")
         if set(state["parts"]) != set(mine):
             lacks, has = sorted(set(mine) - set(state["parts"])), sorted(set(state["parts"]) - set(mine))
             raise ValueError(f"expected the state of such a monitor, but it lacks {lacks} and has {has}")

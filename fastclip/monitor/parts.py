@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,11 +96,25 @@ def held_kinds(
     return held
 
 
-def require_losses(losses: dict[str, Value]) -> dict[str, Value]:
-    """Raise TypeError or ValueError for what is not a number or a tensor of one element, by name."""
+def require_losses(losses: dict[str, Any]) -> dict[str, Value]:
+    """Tensors of one real number, or floats, by name.
+
+    Raises:
+        TypeError: not a number, or a complex one. ValueError: a tensor of several elements; an int too large.
+    """
+    checked: dict[str, Value] = {}
     for name, value in losses.items():
-        if not isinstance(value, (Tensor, float, int)):
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"expected {name} to have one element, but got shape {list(value.shape)}")
+            if value.dtype.is_complex:
+                raise TypeError(f"expected {name} to be a real number, but got {value.dtype}")
+            checked[name] = value
+            continue
+        if isinstance(value, (str, complex)) or not hasattr(value, "__float__"):
             raise TypeError(f"expected {name} to be a number, but got {type(value).__name__}")
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"expected {name} to have one element, but got shape {list(value.shape)}")
-    return losses
+        try:
+            checked[name] = float(value)
+        except OverflowError as error:
+            raise ValueError(f"expected {name} to fit a float: {error}") from None
+    return checked

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optim.plan import Plan
 from .batches import BatchStatistics
+from .gradients import Gradients
 from .late import Value
 
 
@@ -22,7 +22,7 @@ class OpenStep:
 
     Attributes:
         values: numbers by name, see the functions that make a record of them.
-        plan: what the pass over the gradients found; None for a step without gradients.
+        gradients: what the host knows of the pass over them; None for a step without.
         made: whether the optimizer's step is behind it, applied or not.
         decision: number of the gate's decision on it, where there is a gate.
     """
@@ -32,10 +32,9 @@ class OpenStep:
     batches: BatchStatistics = field(default_factory=BatchStatistics)
     losses: dict[str, Value] = field(default_factory=dict)
     loss_count: int = 0
-    plan: Plan | None = None
+    gradients: Gradients | None = None
     made: bool = False
     decision: int = 0
-    with_norms: bool = False
     lr: list[float] = field(default_factory=list)
     began: float | None = None
     seconds: float | None = None  # from the batch to the loss: before it waits for other processes
@@ -52,9 +51,9 @@ class OpenStep:
 
     def add_losses(self, losses: dict[str, Value]) -> None:
         for name, loss in losses.items():
-            if isinstance(loss, Tensor):
-                loss = loss.detach()
             known = self.losses.get(name)
+            if isinstance(loss, Tensor):  # a copy, since `loss /= 4` may follow
+                loss = loss.detach().clone() if known is None else loss.detach()
             self.losses[name] = loss if known is None else known + loss
         self.loss_count += 1
         if self.began is not None and self.seconds is None:
@@ -71,8 +70,8 @@ class OpenStep:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[list[float], dict[str, Value]]:
-    """Of each group: the host's numbers, or all of them as values to be copied if one is on a device."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    """Of each group that has one: the host's numbers, or all as values to be copied if one is on a device."""
+    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
     if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
         values = {f"lr/{i}": r.clone() if isinstance(r, Tensor) else r for i, r in enumerate(rates)}
         return [], values

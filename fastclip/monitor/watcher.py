@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from ..optim import Handle
 from ..optim.plan import Plan
+from ..optim.request import names_in
 from .actions import Dispatcher
 from .gate import Gate
-from .gradients import HISTOGRAM_EVERY, limit_of, numbers_of
+from .gradients import HISTOGRAM_EVERY, Gradients, limit_of, numbers_of
+from .guard import guarded
 from .late import LateValues, Value
 from .modules import ActivationStatistics, TokenIds
 from .ranks import Ranks, loss_and_norm
@@ -57,6 +60,7 @@ class Watcher:
         self._handle, self._scaler, self._parts, self._finish = handle, scaler, parts, finish
         self._last_end: float | None = None
         self._device = next(p.device for g in handle.optimizer.param_groups for p in g["params"])
+        self._is_closed = False
         self._begin(0)
 
     @property
@@ -77,8 +81,9 @@ class Watcher:
         self._parts.token_ids.take()
         self._begin(number)
 
-    def remove_hooks(self) -> None:
-        """Of the model's modules."""
+    def close(self) -> None:
+        """Remove all hooks; what is told from now on is passed over."""
+        self._is_closed = True
         if self._parts.activations is not None:
             self._parts.activations.end()
         self._parts.token_ids.remove()
@@ -86,10 +91,14 @@ class Watcher:
     # What the training loop tells.
 
     def add_batch(self, batch: Any, sample_ids: Any) -> None:
+        if self._is_closed:
+            return
         self.complete_if_made()
-        self._step.add_batch(batch, sample_ids)
+        guarded(self._step.add_batch, batch, sample_ids)
 
     def add_losses(self, losses: dict[str, Value]) -> None:
+        if self._is_closed:
+            return
         if self._step.made and self._step.loss_count:
             self.complete()
         self._step.add_losses(losses)
@@ -99,6 +108,10 @@ class Watcher:
     def complete_if_made(self) -> None:
         if self._step.made:
             self.complete()
+
+    def drop(self) -> None:
+        """Forget the step that has begun: it was interrupted."""
+        self.restart(self._step.number)
 
     def fail(self, error: BaseException) -> None:
         """The step will not be made, or has been and something failed after it."""
@@ -110,20 +123,29 @@ class Watcher:
     @torch.no_grad()
     def before_update(self, plan: Plan | None) -> Tensor | None:
         """Called when the gradients have been measured; returns a flag that leaves the step out, or None."""
+        if self._is_captured():
+            return None
         self.complete_if_made()
-        step = self._step
         held = self._decide(plan)
+        if self._parts.weights is not None:
+            self._step.values |= self._parts.weights.before_step(self._parts.weights_every)
+        guarded(self._measure, plan)
+        return held
+
+    def _is_captured(self) -> bool:
+        """Whether the step is made to be replayed later, where nobody is called."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _measure(self, plan: Plan | None) -> None:
+        step = self._step
         step.lr, values = learning_rates(self._handle.optimizer)
         step.values |= values
-        step.plan = plan
         if self._scaler is not None and self._scaler.is_enabled() and self._scaler._scale is not None:
             step.values["loss_scale"] = self._scaler._scale.clone()  # update() changes it in place
         if plan is not None:
-            step.with_norms = step.number % HISTOGRAM_EVERY == 0
-            step.values |= numbers_of(plan, step.with_norms) | limit_of(self._handle)
-        if self._parts.weights is not None:
-            step.values |= self._parts.weights.before_step(self._parts.weights_every)
-        return held
+            with_norms = step.number % HISTOGRAM_EVERY == 0
+            step.gradients = Gradients.of(plan, with_norms)
+            step.values |= numbers_of(plan, with_norms) | limit_of(self._handle)
 
     def _decide(self, plan: Plan | None) -> Tensor | None:
         """Compare with the other processes, and decide whether the step is left out.
@@ -136,7 +158,8 @@ class Watcher:
             parts.together.poll(wait=True)  # of a GPU: what was agreed in the step before
         everyone = None if parts.ranks is None else self._gather(parts.ranks, plan)
         held = None
-        if parts.gate is not None and (plan is not None or everyone is not None):
+        observes = plan is not None and plan.request.observes
+        if parts.gate is not None and not observes and (plan is not None or everyone is not None):
             held = self._hold(parts.gate, plan, everyone)
             step.values["held"] = held
             step.decision = parts.gate.decisions
@@ -161,18 +184,36 @@ class Watcher:
     @torch.no_grad()
     def after_step(self) -> None:
         """Called when the optimizer, or a scaler in its place, is done with the step."""
+        if self._is_captured():
+            return
+        step = self._step
+        guarded(self._look_back)
+        step.made = True
+        if step.loss_count:
+            self.complete()
+
+    def _look_back(self) -> None:
         step = self._step
         if self._parts.weights is not None:
             step.values |= self._parts.weights.after_step()
         left_out = self._handle.left_out()
         if left_out is not None:
             step.values["left_out"] = left_out
-        step.made = True
-        if step.loss_count:
-            self.complete()
+        elif self._scaler is None:
+            warnings.warn(
+                "a GradScaler calls the optimizer's step and may leave it out unseen: pass it to "
+                "fastclip.Monitor or fastclip.attach as scaler=, else such steps are missing in the records",
+                stacklevel=2,
+            )
 
     def complete(self) -> None:
         """Send the step on its way, and begin the next."""
+        step = self._step
+        guarded(self._close)
+        self._begin(step.number + 1)
+        self._finish(step, step.values)
+
+    def _close(self) -> None:
         step, parts = self._step, self._parts
         if parts.activations is not None:
             step.values |= parts.activations.end()
@@ -183,8 +224,6 @@ class Watcher:
             step.memory = memory_of(self._device)
         step.end(self._last_end)
         self._last_end = step.ended
-        self._begin(step.number + 1)
-        self._finish(step, step.values)
 
     def _gather(self, ranks: Ranks, plan: Plan | None) -> Tensor:
         loss = self._step.mean_losses().get("loss")
@@ -211,9 +250,17 @@ def _scalar(loss: Value) -> Value:
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
     """Names by the model; of what the model does not have, the place in the optimizer."""
-    places = {
-        p: f"param_groups[{g}].params[{i}]"
-        for g, group in enumerate(optimizer.param_groups)
-        for i, p in enumerate(group["params"])
-    }
-    return places | {p: name for name, p in model.named_parameters(remove_duplicate=False)}
+    return names_in(optimizer) | {p: name for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+class ParameterNames:
+    """Names by parameter, also of those that are added later."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._names: dict[Tensor, str] = {}
+
+    def __call__(self, parameter: Tensor) -> str:
+        if parameter not in self._names:
+            self._names = parameter_names(self._model, self._optimizer)
+        return self._names.get(parameter, "a removed parameter")

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..distributed import ProcessGroups, grad_stats, spread
+from .guard import guarded
 from .late import Value
 from .modules import local_tensor
 
@@ -24,19 +27,20 @@ class WeightStatistics:
     Only matrices are compared where there are some: a bias that starts at 0 changes by all of itself.
 
     Args:
-        named: (name, parameter) pairs.
+        optimizer: whose parameters; some may be added later.
+        name_of: the name of a parameter.
         max_bytes: what the copies may take; a parameter that is larger is never compared.
         process_group: as for :func:`fastclip.attach`.
     """
 
     def __init__(
         self,
-        named: list[tuple[str, Tensor]],
+        optimizer: torch.optim.Optimizer,
+        name_of: Callable[[Tensor], str],
         max_bytes: int,
         process_group: ProcessGroups = None,
     ) -> None:
-        self._parameters = [p for _, p in named]
-        self._named = [(n, p) for n, p in named if p.dim() > 1] or named
+        self._optimizer, self._name_of = optimizer, name_of
         self._max_bytes = max_bytes
         self._process_group = process_group
         # Counted here, as the norm is a collective: all processes make the same steps, while one that fails
@@ -49,12 +53,16 @@ class WeightStatistics:
     def before_step(self, every: int) -> dict[str, Value]:
         """The norm of all parameters; copies some of them. Nothing where the step is not sampled."""
         self.steps += 1
-        parameters = self._parameters
         if not is_due(self.steps - 1, every):
             return {}
-        self._copies = [(name, p, local_tensor(p.detach()).clone()) for name, p in self._next_subset()]
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        guarded(self._copy, parameters)
         norm, _ = grad_stats(spread(parameters, parameters, self._process_group) or parameters, 2.0)
         return {"param_norm": norm[0]}
+
+    def _copy(self, parameters: list[Tensor]) -> None:
+        chosen = self._next_subset([p for p in parameters if p.dim() > 1] or parameters)
+        self._copies = [(self._name_of(p), p, local_tensor(p.detach()).clone()) for p in chosen]
 
     @torch.no_grad()
     def after_step(self) -> dict[str, Value]:
@@ -70,20 +78,18 @@ class WeightStatistics:
         ratios = torch._foreach_div(changes, norms)
         return {f"update_ratio/{name}": ratio for (name, _, _), ratio in zip(copies, ratios, strict=True)}
 
-    def _next_subset(self) -> list[tuple[str, Tensor]]:
-        """As many parameters as fit, from where the last subset ended. Those without elements have no
-        ratio.
-        """
-        subset: list[tuple[str, Tensor]] = []
+    def _next_subset(self, parameters: list[Tensor]) -> list[Tensor]:
+        """As many as fit, from where the last subset ended. Those without elements have no ratio."""
+        subset: list[Tensor] = []
         left = self._max_bytes
-        for _ in range(len(self._named)):
-            name, parameter = self._named[self.position % len(self._named)]
+        for _ in range(len(parameters)):
+            parameter = parameters[self.position % len(parameters)]
             size = local_tensor(parameter.detach()).nbytes
-            if size > left and size <= self._max_bytes:
+            if left < size <= self._max_bytes:
                 break
-            self.position = (self.position + 1) % len(self._named)
+            self.position = (self.position + 1) % len(parameters)
             if 0 < size <= left:
-                subset.append((name, parameter))
+                subset.append(parameter)
                 left -= size
         return subset
 

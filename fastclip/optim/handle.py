@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -171,6 +170,8 @@ class Handle(Clipping):
         self._record(plan)
 
     def _record(self, plan: Plan | None) -> None:
+        if plan is not None:
+            plan.let_go()
         found_inf = plan.found_inf if plan is not None else False
         if isinstance(found_inf, bool):
             self._applied = not found_inf
@@ -180,7 +181,9 @@ class Handle(Clipping):
             if self._skipped_on_device is None:
                 self._skipped_on_device = torch.zeros_like(found_inf, dtype=torch.int64)
             self._skipped_on_device += found_inf.to(torch.int64)
-        self._may_be_skipped_unseen = self._driver is None and not self._is_scaled() and _scaler_is_calling()
+        self._may_be_skipped_unseen = (
+            self._driver is None and not self._is_scaled() and loss_scale.scaler_is_calling()
+        )
 
     def _is_scaled(self) -> bool:
         return self._plan is not None and self._plan.request.is_scaled
@@ -274,24 +277,12 @@ class Handle(Clipping):
             summary = total_norm.unsqueeze(1)
             plan = Plan(request, stats, None, fused=False, known_summary=summary, found_inf=True)
         self._plan = plan
+        plan.let_go()
         self._applied = False
         self._skipped = self._skipped + 1
         for observer in self.observers:
             observer.before_update(plan)
             observer.after_step()
-
-
-def _scaler_is_calling(depth: int = 12) -> bool:
-    """Whether a GradScaler called the step. It does so for an optimizer that is not fused, without a sign."""
-    code = GradScaler._maybe_opt_step.__code__
-    frame = sys._getframe(1)
-    for _ in range(depth):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if frame.f_code is code:
-            return True
-    return False
 
 
 def handle_of(optimizer: torch.optim.Optimizer) -> Handle | None:

@@ -51,6 +51,8 @@ class Plan:
     grad_scale: Tensor | None = None
     in_place: bool = False
     limited: Limited | None = None
+    kept_totals: tuple[Tensor, float] | None = None
+    kept_alarms: Tensor | None = None
 
     @property
     def overflow(self) -> bool | Tensor:
@@ -64,17 +66,33 @@ class Plan:
         if self.known_summary is None:
             r = self.request
             totals = self.stats, r.norm_type
-            if isinstance(r.grads, Spread) and r.grads.totals is not None:
-                totals = r.grads.totals
+            if (spread_totals := self.totals) is not None:
+                totals = spread_totals
             self.known_summary = reference.summarize(
                 *totals, r.max_norm, r.groups, self.inv_scale, torch.float32
             )
         return self.known_summary
 
+    @property
+    def totals(self) -> tuple[Tensor, float] | None:
+        """What the norm is made of where `stats` is not all, as with process groups."""
+        grads = self.request.grads
+        return grads.totals if isinstance(grads, Spread) else self.kept_totals
+
+    @property
+    def alarms(self) -> Tensor | None:
+        """[world size]: NaN and Inf that each process saw; None where all gradients are here."""
+        grads = self.request.grads
+        return alarms_of(grads) if isinstance(grads, Spread) else self.kept_alarms
+
+    def let_go(self) -> None:
+        """Keep the statistics and not the gradients, so that zero_grad() frees them."""
+        self.kept_totals, self.kept_alarms = self.totals, self.alarms
+        self.request.grads = []
+
     def grad_stats(self) -> GradStats:
         """The statistics, with names."""
-        r = self.request
-        alarms = alarms_of(r.grads)
+        r, alarms = self.request, self.alarms
         clip_coef = None if self.limited is None else self.limited.clip_coef
         return GradStats(
             *(self.summary, self.stats, r.names(), r.norm_type, r.labels, self.inv_scale, alarms, clip_coef)
