@@ -9,6 +9,7 @@ from .amp import GradScaler
 from .backends import native as _native
 from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from .monitor import Monitor
+from .monitor.evidence.replay import replay
 from .optim import Handle, attach
 from .patch import patch_torch
 from .stats import GradStats, clip_, grad_stats
@@ -30,6 +31,7 @@ __all__ = [
     "grad_stats",
     "patch_torch",
     "policies",
+    "replay",
 ]
 
 _native.load()

@@ -236,15 +236,15 @@ def test_a_loss_that_only_one_rank_tells_holds_all(two, tell, late_too):
 def test_the_gate_lets_nothing_through_before_the_record_is_seen():
     gate = Gate(frozenset({"nonfinite"}))
     one = torch.tensor(1.0)
-    assert [bool(gate.decide(torch.tensor(loss), one)) for loss in (1.0, NAN, 1.0, NAN)] == [0, 1, 1, 1]
+    assert [bool(gate.decide(torch.tensor(loss), one)[0]) for loss in (1.0, NAN, 1.0, NAN)] == [0, 1, 1, 1]
     gate.open(2)
-    assert not gate.decide(one, one)
-    assert gate.decide(torch.tensor(math.inf), one)
+    assert not gate.decide(one, one)[0]
+    assert gate.decide(torch.tensor(math.inf), one)[0]
     gate.open(4)  # the record of an earlier held step arrives after it has closed again
-    assert gate.decide(one, one)
+    assert gate.decide(one, one)[0]
     gate.open(6)
-    assert not gate.decide(one, one)
-    assert not gate.decide(torch.tensor(NAN), one, told=torch.tensor(False))
+    assert not gate.decide(one, one)[0]
+    assert not gate.decide(torch.tensor(NAN), one, told=torch.tensor(False))[0]
 
 
 def test_what_comes_while_the_gate_is_closed_is_not_remembered():
@@ -252,7 +252,7 @@ def test_what_comes_while_the_gate_is_closed_is_not_remembered():
     gate.norm_rule, gate.loss_rule = SpikeSkip(window=16, minimum=5), SpikeSkip(window=16, minimum=5)
 
     def decide(value):
-        return bool(gate.decide(torch.tensor(value), torch.tensor(value)))
+        return bool(gate.decide(torch.tensor(value), torch.tensor(value))[0])
 
     assert not any(decide(1.0 + 0.01 * (i % 3)) for i in range(10))
     assert decide(50.0)

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
+from ..monitor.evidence.incident import IncidentError
 from ..monitor.sinks import LogError
-from . import diagnose, doctor, recommend
+from . import diagnose, doctor, incidents, recommend, replay, show
 
-_COMMANDS = (doctor, diagnose, recommend)
+_COMMANDS = (doctor, diagnose, recommend, incidents, show, replay)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options) if "run" in options else doctor.run(options)
-    except LogError as error:
+    except (LogError, IncidentError) as error:
         print(f"fastclip: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # as of `fastclip show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

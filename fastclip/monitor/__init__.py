@@ -5,16 +5,21 @@ from __future__ import annotations
 
 from . import detectors, sinks
 from .actions import TrainingUnstable
-from .detectors import default_detectors
+from .detectors import Detector, default_detectors
 from .diagnosis import Diagnosis, diagnose
+from .evidence.capture import IncidentSaved
+from .evidence.kept import Incidents
 from .monitor import Monitor
 from .recommendation import Recommendation, recommend
 from .record import MEANINGS, Event, Record
 
 __all__ = [
     "MEANINGS",
+    "Detector",
     "Diagnosis",
     "Event",
+    "IncidentSaved",
+    "Incidents",
     "Monitor",
     "Recommendation",
     "Record",

@@ -102,15 +102,11 @@ class BatchStatistics:
                 self._measure(name, tensor, is_integer)
 
     def _add_ids(self, sample_ids: Any) -> None:
-        if sample_ids is None:
-            return
-        if isinstance(sample_ids, Tensor) and sample_ids.device.type != "cpu":
-            self.values[f"sample_ids/{self.count}"] = sample_ids.reshape(-1)
-            return
-        if hasattr(sample_ids, "tolist"):  # a tensor, or an array of NumPy
-            sample_ids = sample_ids.reshape(-1).tolist()
-        listed = [sample_ids] if isinstance(sample_ids, (str, int)) else list(sample_ids)
-        self.sample_ids += [_plain_id(one) for one in listed]
+        ids = plain_ids(sample_ids)
+        if isinstance(ids, Tensor):
+            self.values[f"sample_ids/{self.count}"] = ids
+        else:
+            self.sample_ids += ids
 
     def _measure(self, name: str, tensor: Tensor, is_integer: bool) -> None:
         key = f"batch/{name}/"
@@ -156,10 +152,17 @@ class BatchStatistics:
         self.values[key] = value if before is None else before + value
 
 
-def _plain_id(one: Any) -> Any:
-    """What a log can hold: a number or a text."""
-    one = one.item() if hasattr(one, "item") else one
-    return one if isinstance(one, (int, float, str)) else str(one)
+def plain_ids(sample_ids: Any) -> Tensor | list[Any]:
+    """What a log can hold: numbers and texts; a tensor [N] where reading it would wait for a device."""
+    if sample_ids is None:
+        return []
+    if isinstance(sample_ids, Tensor) and sample_ids.device.type != "cpu":
+        return sample_ids.reshape(-1)
+    if hasattr(sample_ids, "tolist"):  # a tensor, or an array of NumPy
+        sample_ids = sample_ids.reshape(-1).tolist()
+    listed = [sample_ids] if isinstance(sample_ids, (str, int)) else list(sample_ids)
+    numbers = [one.item() if hasattr(one, "item") else one for one in listed]
+    return [one if isinstance(one, (int, float, str)) else str(one) for one in numbers]
 
 
 def batch_of(values: dict[str, Any], shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:

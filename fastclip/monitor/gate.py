@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,54 +13,90 @@ from ..policies import SpikeSkip
 
 # The host learns of these one step late, when the update has long been made.
 DECIDED_ON_THE_DEVICE = ("nonfinite", "norm_spike", "loss_spike")
+# Why the gate may close, in the order of their numbers.
+REASONS = ("nonfinite", "loss_spike", "norm_spike", "loss_scale")
 
 
 class Gate:
-    """Holds the update back when the loss is not finite or the loss or the norm spikes, and from then on,
-    until the host has seen the record of that step and opens it again.
+    """Holds the update back when loss or gradients are not finite, when one of them spikes, or when the loss
+    scale collapses, and from then on, until the host has seen the record of that step and opens it again.
 
     Spikes are those of :class:`fastclip.policies.SpikeSkip`. Of a step that is held only because the gate is
     closed nothing enters their windows: it starts from the same parameters as the one that closed the gate.
 
     Args:
-        kinds: of DECIDED_ON_THE_DEVICE.
+        kinds: of REASONS. Gradients that are not finite are left to the loss scaler, where there is one.
+        overflows: how many in a row are a "loss_scale"; so is any with a scale below 1.
 
     Attributes:
         decisions: how many there were; the number of the last one.
     """
 
-    def __init__(self, kinds: frozenset[str]) -> None:
-        self.kinds = kinds
+    def __init__(self, kinds: frozenset[str], overflows: int = 8) -> None:
+        self.kinds, self._overflows = kinds, overflows
         self.norm_rule = SpikeSkip() if "norm_spike" in kinds else None
         self.loss_rule = SpikeSkip() if "loss_spike" in kinds else None
         self.decisions = 0
         # [], int64: the number of the decision that closed the gate; 0: it is open.
         self._closed_by: Tensor | None = None
+        self._streak: Tensor | None = None  # [], int64: overflows in a row
 
-    def decide(self, loss: Tensor | None, total_norm: Tensor, told: Tensor | None = None) -> Tensor:
-        """[], bool on the device of `total_norm` []: whether this step is to be left out. Nothing waits.
+    def decide(
+        self,
+        loss: Tensor | None,
+        total_norm: Tensor,
+        told: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Whether this step is to be left out, [], bool, and which of REASONS has closed the gate in this
+        step, counted from 1, else 0, [], int64; on the device of `total_norm`. Nothing waits.
 
         Args:
             loss: []; None without.
-            total_norm: []; one that is not finite is not known, or left to who looks for NaN and Inf.
+            total_norm: []; -Inf if it is not known.
             told: [], bool: whether `loss` is a loss, where only the device knows.
+            scale: of the loss, []; None without a scaler.
         """
         device = total_norm.device
         if self._closed_by is None or self._closed_by.device != device:
             self._closed_by = torch.zeros((), dtype=torch.int64, device=device)
         self.decisions += 1
         closed = self._closed_by > 0
-        found = torch.zeros_like(closed)
+        reason = torch.zeros_like(self._closed_by)
+        # From the last reason to the first, which is what is told of several.
+        for number, found in self._findings(loss, total_norm, told, scale, closed):
+            reason.masked_fill_(found & ~closed, number)
+        self._closed_by.masked_fill_(reason > 0, self.decisions)
+        return self._closed_by > 0, reason
+
+    def _findings(
+        self,
+        loss: Tensor | None,
+        total_norm: Tensor,
+        told: Tensor | None,
+        scale: Tensor | None,
+        closed: Tensor,
+    ) -> Iterator[tuple[int, Tensor]]:
+        device = total_norm.device
+        overflow = ~total_norm.isfinite() & (total_norm != -math.inf)
+        if "loss_scale" in self.kinds and scale is not None:
+            yield 4, self._collapses(overflow, scale.to(device, non_blocking=True).reshape(()))
+        if self.norm_rule is not None:
+            yield 3, self._spikes(self.norm_rule, total_norm, closed)
         if loss is not None:
             loss = loss.detach().to(device, non_blocking=True).reshape(())
-            if "nonfinite" in self.kinds:
-                found |= ~loss.isfinite() if told is None else told & ~loss.isfinite()
             if self.loss_rule is not None:
-                found |= self._spikes(self.loss_rule, loss, closed)
-        if self.norm_rule is not None:
-            found |= self._spikes(self.norm_rule, total_norm, closed)
-        self._closed_by.masked_fill_(found & ~closed, self.decisions)
-        return self._closed_by > 0
+                yield 2, self._spikes(self.loss_rule, loss, closed)
+            if "nonfinite" in self.kinds:
+                yield 1, ~loss.isfinite() if told is None else told & ~loss.isfinite()
+        if "nonfinite" in self.kinds and scale is None:
+            yield 1, overflow
+
+    def _collapses(self, overflow: Tensor, scale: Tensor) -> Tensor:
+        if self._streak is None or self._streak.device != overflow.device:
+            self._streak = torch.zeros((), dtype=torch.int64, device=overflow.device)
+        self._streak.add_(1).mul_(overflow)
+        return overflow & ((self._streak % self._overflows == 0) | (scale < 1))
 
     @staticmethod
     def _spikes(rule: SpikeSkip, value: Tensor, closed: Tensor) -> Tensor:

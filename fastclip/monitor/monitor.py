@@ -18,18 +18,21 @@ from .actions import Actions, Dispatcher, require_actions
 from .arrival import RecordMaker
 from .detectors import Detector, default_detectors
 from .diagnosis import Diagnosis, diagnose
+from .evidence.capture import Capture
+from .evidence.kept import Incidents, Subject
 from .gate import Gate
 from .guard import guarded
 from .history import History
 from .late import LateValues, Value
 from .modules import ActivationStatistics, TokenIds, chosen_modules
+from .names import ParameterNames
 from .ranks import Ranks
 from .recommendation import Recommendation, recommend
 from .record import Event
 from .sinks import SinkGroup
 from .step import OpenStep
 from .summary import summarize
-from .watcher import ParameterNames, Parts, Watcher
+from .watcher import Parts, Watcher
 from .weights import WeightStatistics
 
 
@@ -77,6 +80,9 @@ class Monitor:
         compare_ranks: whether processes tell each other a few numbers a step, in one collective. None: if
             torch.distributed is in use. Then every rank has to make a monitor.
 
+        incidents: a directory, or :class:`fastclip.monitor.Incidents`: where steps that go wrong are saved,
+            with the batch and the whole state from before the update, for ``fastclip replay``.
+
     Attributes:
         handle: the :class:`fastclip.Handle` of the optimizer.
         records, events: the last 5,000 Records and Events.
@@ -106,6 +112,7 @@ class Monitor:
         num_classes: int | None = None,
         actions: Actions | None = None,
         compare_ranks: bool | None = None,
+        incidents: str | Incidents | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected model to be a torch.nn.Module, but got {type(model).__name__}")
@@ -117,31 +124,31 @@ class Monitor:
         parts.require_distinct(self.detectors)
         checked = require_actions(actions, [detector.kind for detector in self.detectors])
         rank, world = parts.rank_and_world()
-        compared = parts.compares(compare_ranks, world)
+        saving = Incidents(incidents) if isinstance(incidents, str) else incidents
+        held = parts.held_kinds(checked, saving, optimizer, max_norm)
+        compared = parts.compares(compare_ranks, world, held)
         self._dispatcher = Dispatcher(checked, optimizer, scheduler, world, compared)
         self._sinks = SinkGroup(parts.all_sinks(log_dir, sinks, rank, world))
-        held = parts.held_kinds(checked, optimizer, max_norm)
+        store = saving.store() if saving is not None else None
         # After what may fail here alone: the other processes would wait for this one.
-        ranks = Ranks(self._dispatcher.acts, held) if compared else None
+        ranks = Ranks(self._dispatcher.acts or bool(held), held) if compared else None
         self._owns_handle, self.handle = parts.handle_for(model, optimizer, max_norm, scaler)
         names = ParameterNames(model, optimizer)
-        weights = WeightStatistics(
-            optimizer,
-            names,
-            max_copy_bytes,
-            self.handle.process_group,
-        )
+        weights = WeightStatistics(optimizer, names, max_copy_bytes, self.handle.process_group)
         self._parts = Parts(
             ActivationStatistics(modules) if modules else None,
             activations_every,
             weights,
             weights_every,
             TokenIds(model),
-            Gate(held) if held else None,
+            Gate(held, saving.overflows if saving else 1) if held else None,
             ranks,
             self._dispatcher,
             LateValues(self._agreed, on_demand=True) if ranks is not None and ranks.acts else None,
         )
+        if saving is not None and store is not None:
+            subject = Subject(model, optimizer, scheduler, scaler, self.handle, self._state)
+            self._parts.capture = Capture(saving, store, subject, rank, world)
         self._maker = RecordMaker(rank, self._parts.token_ids.sizes, names)
         self._history = History(self._maker, self.detectors, self._sinks)
         self.records, self.events = self._history.records, self._history.events
@@ -233,8 +240,6 @@ class Monitor:
         self._poll()
         return summarize(list(self.records), self.events)
 
-    # Between the steps.
-
     def _finish(self, step: OpenStep, values: dict[str, Value]) -> None:
         guarded(self._late.send, step, values)
         self._act()
@@ -250,6 +255,8 @@ class Monitor:
 
     def _arrived(self, step: OpenStep, values: dict[str, Any]) -> None:
         guarded(self._history.add, step, values)
+        if (reason := int(values.get("closed_for", 0))) and self._parts.capture is not None:
+            guarded(self._parts.capture.save, reason, self.records[-1], self.records)
         if values.get("held") and self._parts.gate is not None and self._parts.ranks is None:
             self._parts.gate.open(step.decision)
 
@@ -260,8 +267,6 @@ class Monitor:
             self._poll()  # the record comes first
             self._parts.gate.open(decision)
         self._dispatcher.act(number, values["requests"], values["request_steps"])
-
-    # Resuming.
 
     def _stateful(self) -> dict[str, Any]:
         """What remembers something from step to step, each with a state_dict of its own."""
@@ -280,8 +285,10 @@ class Monitor:
         """All that a resumed run needs to give the same events; loads with ``weights_only=True``."""
         self._watcher.complete_if_made()
         self._poll()
-        states = {name: part.state_dict() for name, part in self._stateful().items()}
-        return {"step": self._watcher.number, "parts": states}
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {"step": self._watcher.number, "parts": parts.states_of(self._stateful())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another monitor was.
@@ -289,12 +296,5 @@ class Monitor:
         Raises:
             ValueError: it had other detectors, another policy or other actions "skip".
         """
-        mine = self._stateful()
-        if not isinstance(state, dict) or not {"step", "parts"} <= set(state):
-            raise ValueError("expected the state_dict of a monitor, but got something else")
-        if set(state["parts"]) != set(mine):
-            lacks, has = sorted(set(mine) - set(state["parts"])), sorted(set(state["parts"]) - set(mine))
-            raise ValueError(f"expected the state of such a monitor, but it lacks {lacks} and has {has}")
-        for name, part in mine.items():
-            part.load_state_dict(state["parts"][name])
+        parts.load_states(self._stateful(), state)
         self._watcher.restart(state["step"])

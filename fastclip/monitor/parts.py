@@ -15,6 +15,7 @@ from ..groups import MaxNorm
 from ..optim import Handle, attach, handle_of
 from .actions import Action
 from .detectors import Detector
+from .evidence.kept import Incidents
 from .gate import DECIDED_ON_THE_DEVICE
 from .late import Value
 from .record import MEANINGS
@@ -33,10 +34,19 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def compares(compare_ranks: bool | None, world: int) -> bool:
-    """Whether the processes are to tell each other their numbers."""
+def compares(compare_ranks: bool | None, world: int, held: frozenset[str]) -> bool:
+    """Whether the processes are to tell each other their numbers.
+
+    Raises:
+        ValueError: there is one process, or several that would leave steps out each for itself.
+    """
     if compare_ranks and not (dist.is_available() and dist.is_initialized()):
         raise ValueError("expected torch.distributed to be in use with compare_ranks=True, but it is not")
+    if held and world > 1 and compare_ranks is False:
+        raise ValueError(
+            f"expected compare_ranks=True with incidents or 'skip' for {sorted(held)} on {world} processes: "
+            "they have to leave out the same steps"
+        )
     return world > 1 and compare_ranks is not False
 
 
@@ -78,19 +88,23 @@ def require_counts(**counts: int) -> None:
 
 
 def held_kinds(
-    actions: Mapping[str, list[Action]], optimizer: Optimizer, max_norm: MaxNorm | None
+    actions: Mapping[str, list[Action]],
+    incidents: Incidents | None,
+    optimizer: Optimizer,
+    max_norm: MaxNorm | None,
 ) -> frozenset[str]:
-    """The kinds of events whose steps are left out.
+    """The kinds of events whose steps are left out, for an action or until they have been saved.
 
     Raises:
         ValueError: there are some, and a monitor that only observes.
     """
     held = frozenset(kind for kind in DECIDED_ON_THE_DEVICE if "skip" in actions.get(kind, []))
+    held |= frozenset(incidents.kinds if incidents is not None else ())
     known = handle_of(optimizer) if isinstance(optimizer, Optimizer) else None
     limit = max_norm if known is None else known.max_norm
     if held and limit is None:
         raise ValueError(
-            f"expected max_norm, or an attached optimizer, with the action 'skip' for {sorted(held)}: a "
+            f"expected max_norm, or an attached optimizer, with incidents or 'skip' for {sorted(held)}: a "
             "monitor without observes only. max_norm=float('inf') clips nothing"
         )
     return held
@@ -118,3 +132,19 @@ def require_losses(losses: dict[str, Any]) -> dict[str, Value]:
         except OverflowError as error:
             raise ValueError(f"expected {name} to fit a float: {error}") from None
     return checked
+
+
+def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of what remembers something, by name."""
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def load_states(parts: Mapping[str, Any], state: Any) -> None:
+    """Raises ValueError, before anything is changed, if it is not the state of a monitor with these parts."""
+    if not isinstance(state, dict) or not {"step", "parts"} <= set(state):
+        raise ValueError("expected the state_dict of a monitor, but got something else")
+    lacks, has = sorted(set(parts) - set(state["parts"])), sorted(set(state["parts"]) - set(parts))
+    if lacks or has:
+        raise ValueError(f"expected the state of such a monitor, but it lacks {lacks} and has {has}")
+    for name, part in parts.items():
+        part.load_state_dict(state["parts"][name])

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..optim import Handle
 from ..optim.plan import Plan
-from ..optim.request import names_in
 from .actions import Dispatcher
+from .evidence.capture import Capture
 from .gate import Gate
 from .gradients import HISTOGRAM_EVERY, Gradients, limit_of, numbers_of
 from .guard import guarded
@@ -41,6 +41,7 @@ class Parts:
     ranks: Ranks | None
     dispatcher: Dispatcher
     together: LateValues | None  # what the processes do together
+    capture: Capture | None = None
 
 
 class Watcher:
@@ -79,6 +80,8 @@ class Watcher:
         if self._parts.activations is not None:
             self._parts.activations.end()
         self._parts.token_ids.take()
+        if self._parts.capture is not None:
+            self._parts.capture.restart(number)
         self._begin(number)
 
     def close(self) -> None:
@@ -87,6 +90,8 @@ class Watcher:
         if self._parts.activations is not None:
             self._parts.activations.end()
         self._parts.token_ids.remove()
+        if self._parts.capture is not None:
+            self._parts.capture.close()
 
     # What the training loop tells.
 
@@ -95,6 +100,8 @@ class Watcher:
             return
         self.complete_if_made()
         guarded(self._step.add_batch, batch, sample_ids)
+        if self._parts.capture is not None:
+            guarded(self._parts.capture.add_batch, batch, sample_ids)
 
     def add_losses(self, losses: dict[str, Value]) -> None:
         if self._is_closed:
@@ -102,6 +109,8 @@ class Watcher:
         if self._step.made and self._step.loss_count:
             self.complete()
         self._step.add_losses(losses)
+        if self._parts.capture is not None:
+            guarded(self._parts.capture.add_loss, losses["loss"])
         if self._step.made:
             self.complete()
 
@@ -136,12 +145,18 @@ class Watcher:
         """Whether the step is made to be replayed later, where nobody is called."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
+    def _scale(self) -> Tensor | None:
+        scaler = self._scaler
+        return scaler._scale if scaler is not None and scaler.is_enabled() else None
+
     def _measure(self, plan: Plan | None) -> None:
         step = self._step
         step.lr, values = learning_rates(self._handle.optimizer)
         step.values |= values
-        if self._scaler is not None and self._scaler.is_enabled() and self._scaler._scale is not None:
-            step.values["loss_scale"] = self._scaler._scale.clone()  # update() changes it in place
+        if (scale := self._scale()) is not None:
+            step.values["loss_scale"] = scale.clone()  # update() changes it in place
+        if self._parts.capture is not None:
+            self._parts.capture.before_update()
         if plan is not None:
             with_norms = step.number % HISTOGRAM_EVERY == 0
             step.gradients = Gradients.of(plan, with_norms)
@@ -160,7 +175,7 @@ class Watcher:
         held = None
         observes = plan is not None and plan.request.observes
         if parts.gate is not None and not observes and (plan is not None or everyone is not None):
-            held = self._hold(parts.gate, plan, everyone)
+            held, step.values["closed_for"] = self._hold(parts.gate, plan, everyone)
             step.values["held"] = held
             step.decision = parts.gate.decisions
         if everyone is not None:
@@ -171,15 +186,16 @@ class Watcher:
                 parts.together.send(label, told if held is None else told | {"held": held})
         return held
 
-    def _hold(self, gate: Gate, plan: Plan | None, everyone: Tensor | None) -> Tensor:
+    def _hold(self, gate: Gate, plan: Plan | None, everyone: Tensor | None) -> tuple[Tensor, Tensor]:
+        scale = self._scale()
         if everyone is not None:
             loss, told, total_norm = loss_and_norm(everyone)
-            return gate.decide(loss, total_norm, told)
+            return gate.decide(loss, total_norm, told, scale)
         assert plan is not None
         known = self._step.mean_losses().get("loss")
         if known is not None and not isinstance(known, Tensor):
             known = torch.full((), known, dtype=torch.float64, device=self._device)
-        return gate.decide(known, plan.summary[:, 0].amax())
+        return gate.decide(known, plan.summary[:, 0].amax(), None, scale)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -210,6 +226,8 @@ class Watcher:
         """Send the step on its way, and begin the next."""
         step = self._step
         guarded(self._close)
+        if self._parts.capture is not None:
+            guarded(self._parts.capture.end_step)
         self._begin(step.number + 1)
         self._finish(step, step.values)
 
@@ -246,21 +264,3 @@ class Watcher:
 
 def _scalar(loss: Value) -> Value:
     return loss.reshape(()) if isinstance(loss, Tensor) else float(loss)
-
-
-def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
-    """Names by the model; of what the model does not have, the place in the optimizer."""
-    return names_in(optimizer) | {p: name for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-class ParameterNames:
-    """Names by parameter, also of those that are added later."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._names: dict[Tensor, str] = {}
-
-    def __call__(self, parameter: Tensor) -> str:
-        if parameter not in self._names:
-            self._names = parameter_names(self._model, self._optimizer)
-        return self._names.get(parameter, "a removed parameter")

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run the step of an incident again: does it come out the same, and which sample or setting is its cause?
+
+The function is called without arguments and returns (model, optimizer, loss_function), or an object with
+these attributes and optionally scheduler and scaler; see fastclip.replay. Modules of the working directory
+can be imported.
+
+Exit status: 0 if it is reproduced, 1 if not, 2 if it cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+from ..monitor.evidence.replay import ReplayError, replay
+from ..monitor.evidence.subject import told
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("incident", help="directory of the incident, or of one rank in it")
+    parser.add_argument("build", metavar="MODULE:FUNCTION", help="what makes the model, such as train:build")
+    parser.add_argument("--rank", type=int, help="run the batches of this rank only (default: of all)")
+    parser.add_argument(
+        "--steps",
+        nargs="?",
+        const="all",
+        choices=["1", "all"],
+        default="1",
+        help="replay all steps from the snapshot on too",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result here")
+    parser.add_argument("--no-variants", action="store_true", help="do not look for the cause")
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        with _importable(os.getcwd()), _progress() as progress:
+            result = replay(
+                options.incident,
+                _function(options.build),
+                rank=options.rank,
+                steps="all" if options.steps == "all" else 1,
+                variants=not options.no_variants,
+                progress=progress,
+            )
+        print(result)
+        if options.json is not None:
+            with open(options.json, "w", encoding="utf-8") as file:
+                json.dump(result.to_dict(), file, indent=1, allow_nan=False)
+                file.write("\n")
+    except (ReplayError, OSError) as error:
+        print(f"fastclip: {error}", file=sys.stderr)
+        return 2
+    return 0 if result.reproduced else 1
+
+
+def _function(text: str) -> Callable[[], Any]:
+    """Raises ReplayError if it cannot be imported or called."""
+    module_name, _, name = text.partition(":")
+    if not module_name or not name:
+        raise ReplayError(f"expected MODULE:FUNCTION such as train:build, but got {text!r}")
+    try:
+        function = attrgetter(name)(importlib.import_module(module_name))
+    except ModuleNotFoundError as error:
+        raise ReplayError(f"{text}: there is no module {error.name!r}") from error
+    except AttributeError as error:
+        raise ReplayError(f"{text}: {error}") from error
+    except Exception as error:
+        raise ReplayError(f"{text}: importing it raised {told(error)}") from error
+    if not callable(function):
+        raise ReplayError(f"{text}: expected a function, but got {type(function).__name__}")
+    return function
+
+
+@contextmanager
+def _importable(directory: str) -> Iterator[None]:
+    before = list(sys.path)
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None] | None]:
+    """A bar on a terminal, where tqdm is installed."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        yield None
+        return
+    with tqdm(unit=" runs", leave=False) as bar:
+
+        def advance(what: str) -> None:
+            bar.set_description(what)
+            bar.update()
+
+        yield advance

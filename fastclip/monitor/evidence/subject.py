@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The model, optimizer and loss function that a replay runs, brought into the state of an incident."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+HALVES = (torch.float16, torch.bfloat16)
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # what DDP, torch.compile and FSDP prepend
+_SHOWN = 5
+
+
+class ReplayError(RuntimeError):
+    """Why an incident cannot be replayed, in one line."""
+
+
+@dataclass
+class Subject:
+    """What the user's build() gave.
+
+    Attributes:
+        loss_function: called with the model and the batch as given to ``monitor.batch``.
+        scheduler, scaler: None where there is none.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss_function: Callable[[nn.Module, Any], Any]
+    scheduler: Any = None
+    scaler: GradScaler | None = None
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {p.device for p in self.model.parameters()}
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+
+def build_subject(build: Callable[[], Any]) -> Subject:
+    """Call the user's function and look at what it returns.
+
+    Raises:
+        ReplayError: it fails, or returns something else.
+    """
+    try:
+        built = build()
+    except Exception as error:
+        raise ReplayError(f"build() raised {told(error)}") from error
+    if isinstance(built, (tuple, list)):
+        if len(built) != 3:
+            raise ReplayError(
+                f"expected build() to return (model, optimizer, loss_function), but got {len(built)} objects"
+            )
+        return _checked(Subject(*built))
+    needed = ("model", "optimizer", "loss_function")
+    missing = [name for name in needed if not hasattr(built, name)]
+    if missing:
+        raise ReplayError(
+            "expected build() to return (model, optimizer, loss_function) or an object with these "
+            f"attributes, but got {type(built).__name__} without {', '.join(missing)}"
+        )
+    optional = (getattr(built, name, None) for name in ("scheduler", "scaler"))
+    return _checked(Subject(*(getattr(built, name) for name in needed), *optional))
+
+
+def _checked(subject: Subject) -> Subject:
+    wanted = {"model": nn.Module, "optimizer": Optimizer}
+    for name, kind in wanted.items():
+        value = getattr(subject, name)
+        if not isinstance(value, kind):
+            raise ReplayError(
+                f"expected build() to return a {kind.__name__} as {name}, but got {type(value).__name__}"
+            )
+    if not callable(subject.loss_function):
+        kind_of = type(subject.loss_function).__name__
+        raise ReplayError(f"expected build() to return a callable loss_function, but got {kind_of}")
+    if subject.scaler is not None and not isinstance(subject.scaler, GradScaler):
+        raise ReplayError(
+            f"expected build() to return a torch.amp.GradScaler as scaler, "
+            f"but got {type(subject.scaler).__name__}"
+        )
+    if subject.scheduler is not None and not hasattr(subject.scheduler, "load_state_dict"):
+        raise ReplayError(
+            f"expected the scheduler of build() to have load_state_dict(), "
+            f"but got {type(subject.scheduler).__name__}"
+        )
+    return subject
+
+
+def told(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
+
+
+# The state.
+
+
+def restore(subject: Subject, state: Mapping[str, Any]) -> None:
+    """Bring everything into a recorded state; gradients are dropped. `state` keeps no reference to it.
+
+    Raises:
+        ReplayError: the state is that of another model, optimizer, scheduler or scaler.
+    """
+    restore_model(subject.model, state["model"])
+    for parameter in all_parameters(subject):
+        parameter.grad = None
+    _require_same_groups(subject.optimizer, state["optimizer"])
+    _load("optimizer", subject.optimizer, state["optimizer"])
+    if subject.scheduler is not None and state.get("scheduler") is not None:
+        _load("scheduler", subject.scheduler, state["scheduler"])
+    if state.get("scaler"):
+        if subject.scaler is None:
+            subject.scaler = GradScaler(subject.device.type)
+        _load("scaler", subject.scaler, state["scaler"])
+        # What it knows of a step that an earlier run began. It has no public access; see loss_scale.py.
+        subject.scaler._per_optimizer_states = defaultdict(_fresh_record)
+
+
+def _fresh_record() -> dict[str, Any]:
+    return torch.amp.grad_scaler._refresh_per_optimizer_state()
+
+
+def _load(name: str, target: Any, state: Any) -> None:
+    # Copied: an optimizer goes on with the very tensors of the state it is given.
+    try:
+        target.load_state_dict(copy.deepcopy(state))
+    except Exception as error:
+        kind = type(target).__name__
+        raise ReplayError(
+            f"the state of the {name} does not fit the {kind} of build(): {told(error)}"
+        ) from None
+
+
+def all_parameters(subject: Subject) -> list[Tensor]:
+    """Of the model, and those of the optimizer that the model does not have."""
+    found = dict.fromkeys(subject.model.parameters())
+    found |= dict.fromkeys(p for group in subject.optimizer.param_groups for p in group["params"])
+    return list(found)
+
+
+def restore_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raises ReplayError, with the first names, where names, shapes or dtypes differ."""
+    own = model.state_dict()
+    # A state of a monitor also has the buffers that a state_dict leaves out.
+    further = {name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in own}
+    state = renamed(state, own | further)
+    restore_buffers(model, {name: state[name] for name in further if name in state})
+    state = {name: value for name, value in state.items() if name not in further}
+    _require_none("lacks", sorted(set(own) - set(state)), "of the model of build()")
+    _require_none("has", sorted(set(state) - set(own)), "which the model of build() does not")
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or not isinstance(own[name], Tensor):
+            continue
+        if value.shape != own[name].shape or value.dtype != own[name].dtype:
+            raise ReplayError(
+                f"the recorded {name} is {_kind(value)}, but that of the model of build() is "
+                f"{_kind(own[name])}"
+            )
+    model.load_state_dict(dict(state))
+
+
+def _require_none(verb: str, names: list[str], which: str) -> None:
+    if names:
+        shown = ", ".join(names[:_SHOWN]) + (
+            f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        )
+        raise ReplayError(f"the recorded model {verb} {shown}, {which}")
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def plain_name(name: str) -> str:
+    """The name without what wrappers of a model prepend to parts of it."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+    return name
+
+
+def renamed(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state under the names of `own`, where they differ by wrappers of the model only."""
+    if set(state) == set(own):
+        return state
+    names = {plain_name(name): name for name in own}
+    return {names.get(plain_name(name), name): value for name, value in state.items()}
+
+
+def _require_same_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise ReplayError for the state of another kind of optimizer: torch would take it."""
+    kind = type(optimizer).__name__
+    groups = state["param_groups"]
+    sizes, own = ([len(group["params"]) for group in g] for g in (groups, optimizer.param_groups))
+    if sizes != own:
+        raise ReplayError(
+            f"the recorded optimizer has parameter groups of {sizes} parameters, but the {kind} of build() "
+            f"has {own}"
+        )
+    known = set(optimizer.defaults) | set(optimizer.param_groups[0])
+    missing, further = set(optimizer.defaults) - set(groups[0]), set(groups[0]) - known
+    further -= {"params", "initial_lr", "param_names"}
+    # Either alone is what another version of torch, or a scheduler, adds.
+    if missing and further:
+        raise ReplayError(
+            f"the recorded optimizer has {', '.join(sorted(further))} and lacks "
+            f"{', '.join(sorted(missing))}: it is no {kind} as that of build()"
+        )
+
+
+@torch.no_grad()
+def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Raises ReplayError for one that the model does not have."""
+    own = dict(model.named_buffers(remove_duplicate=False))
+    for name, value in renamed(buffers, own).items() if buffers else ():
+        if name not in own or own[name].shape != value.shape:
+            raise ReplayError(f"the model of build() has no buffer {name} of shape {list(value.shape)}")
+        own[name].copy_(value)
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """The model with its half precision parameters and buffers as float32, for a while."""
+    parameters = {p: p.data for p in model.parameters() if p.dtype in HALVES}
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype in HALVES
+    ]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+            parameter.data = parameter.data.float()
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.float()
+        yield
+    finally:
+        for parameter, data in parameters.items():
+            parameter.grad = None
+            parameter.data = data
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
