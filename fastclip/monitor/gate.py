@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,40 @@ from ..policies import SpikeSkip
 DECIDED_ON_THE_DEVICE = ("nonfinite", "norm_spike", "loss_spike")
 # Why the gate may close, in the order of their numbers.
 REASONS = ("nonfinite", "loss_spike", "norm_spike", "loss_scale")
+
+
+class Spikes:
+    """The rule of SpikeSkip for one number a step; on the CPU, where each call of torch counts, in Python."""
+
+    def __init__(self, rule: SpikeSkip | None = None) -> None:
+        self.rule = rule if rule is not None else SpikeSkip()
+        self.window: deque[float] = deque(maxlen=self.rule.window)
+
+    def is_spike(self, value: Tensor, closed: Tensor) -> Tensor:
+        """[], bool. What comes while the gate is closed, or is not finite, is not remembered."""
+        if value.device.type == "cpu":
+            return torch.tensor(not closed and self._is_spike(float(value)))
+        number = torch.where(closed, math.nan, value.double()).reshape(1)  # the rule passes NaN over
+        return self.rule.limit(number, number).isnan().any()
+
+    def _is_spike(self, number: float) -> bool:
+        if not math.isfinite(number):
+            return False
+        before, count = self.window, len(self.window)
+        bound = math.inf
+        if count + 1 >= self.rule.minimum and count > 1:
+            mean = math.fsum(before) / count
+            variance = math.fsum((x - mean) ** 2 for x in before) / (count - 1)
+            bound = mean + self.rule.sigma * math.sqrt(variance)
+        self.window.append(number)
+        return number > bound
+
+    def state_dict(self) -> dict:
+        return {"window": list(self.window), "rule": self.rule.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.rule.load_state_dict(state["rule"])
+        self.window = deque(state["window"], maxlen=self.rule.window)
 
 
 class Gate:
@@ -34,8 +69,8 @@ class Gate:
 
     def __init__(self, kinds: frozenset[str], overflows: int = 8) -> None:
         self.kinds, self._overflows = kinds, overflows
-        self.norm_rule = SpikeSkip() if "norm_spike" in kinds else None
-        self.loss_rule = SpikeSkip() if "loss_spike" in kinds else None
+        self.norm_rule = Spikes() if "norm_spike" in kinds else None
+        self.loss_rule = Spikes() if "loss_spike" in kinds else None
         self.decisions = 0
         # [], int64: the number of the decision that closed the gate; 0: it is open.
         self._closed_by: Tensor | None = None
@@ -82,11 +117,11 @@ class Gate:
         if "loss_scale" in self.kinds and scale is not None:
             yield 4, self._collapses(overflow, scale.to(device, non_blocking=True).reshape(()))
         if self.norm_rule is not None:
-            yield 3, self._spikes(self.norm_rule, total_norm, closed)
+            yield 3, self.norm_rule.is_spike(total_norm, closed)
         if loss is not None:
             loss = loss.detach().to(device, non_blocking=True).reshape(())
             if self.loss_rule is not None:
-                yield 2, self._spikes(self.loss_rule, loss, closed)
+                yield 2, self.loss_rule.is_spike(loss, closed)
             if "nonfinite" in self.kinds:
                 yield 1, ~loss.isfinite() if told is None else told & ~loss.isfinite()
         if "nonfinite" in self.kinds and scale is None:
@@ -97,11 +132,6 @@ class Gate:
             self._streak = torch.zeros((), dtype=torch.int64, device=overflow.device)
         self._streak.add_(1).mul_(overflow)
         return overflow & ((self._streak % self._overflows == 0) | (scale < 1))
-
-    @staticmethod
-    def _spikes(rule: SpikeSkip, value: Tensor, closed: Tensor) -> Tensor:
-        number = torch.where(closed, math.nan, value.double()).reshape(1)  # the rule passes NaN over
-        return rule.limit(number, number).isnan().any()
 
     def open(self, decision: int) -> None:
         """Let the next updates through, unless a decision after this one has closed the gate again."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..guard import guarded
 from .rng import rng_state
 
+_LOOK_AGAIN = 100  # steps
 _LEARNING = 3  # steps until it is known which buffers a forward changes
 
 
@@ -58,6 +59,7 @@ class Forwards:
         self._changing: set[str] = set()
         self._steps = 0
         self._versions: dict[str, int] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._first: Start | None = None  # of the step, while it is found out what changes
         # DistributedDataParallel first gives all ranks the buffers of rank 0, and then calls what it wraps.
         called = model.module if isinstance(model, DistributedDataParallel) else model
@@ -71,7 +73,7 @@ class Forwards:
             return
         if not (called.training or torch.is_grad_enabled()):
             return
-        buffers = dict(model.named_buffers())
+        buffers = self._buffers = self._all_buffers(model)
         if not self._versions:
             self._versions = {name: buffer._version for name, buffer in buffers.items()}
         if self._steps >= _LEARNING:
@@ -82,15 +84,20 @@ class Forwards:
             self._first = start
         self._began(start)
 
+    def _all_buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """Looked for in each of the first steps, and now and then: moving a model may replace them."""
+        known = self._steps > _LEARNING and self._steps % _LOOK_AGAIN != 0
+        return self._buffers if known else dict(model.named_buffers())
+
     def end_step(self) -> list[str]:
         """The step is over. Returns the buffers that it changed and of which no copy was made."""
         model, versions = self._model(), self._versions
         if model is None:
             return []
-        now = {name: buffer._version for name, buffer in model.named_buffers()}
+        buffers = self._buffers
+        now = {name: buffer._version for name, buffer in buffers.items()}
         changed = {name for name, version in versions.items() if now.get(name, version) != version}
         if self._first is not None:
-            buffers = dict(model.named_buffers())
             copies = self._first.buffers
             changed |= {n for n, copy in copies.items() if n in buffers and not torch.equal(copy, buffers[n])}
             self._first = None
