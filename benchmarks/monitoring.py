@@ -3,8 +3,9 @@
 
 The demo's language model is trained several times at once, one step of each in turn: with torch's clipping,
 with an attached optimizer alone, and with the monitor. Every training starts with the same weights and sees
-the same batches. Steps in which the monitor samples something cost more than others: each kind of step has
-its own median, and a training's time is their mean, weighted by how often each kind comes.
+the same batches. What a training costs more is the difference of the same step in both. Steps in which the
+monitor samples something cost more than others: each kind of step has its own median, and a training's time
+is their mean, weighted by how often each kind comes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from . import machine
 from .workloads import SMOKE
 
 MAX_NORM = 1.5  # as in the demo
-STEPS = 4 if SMOKE else 240
+STEPS = 4 if SMOKE else 300
 ACTIVATIONS_EVERY, WEIGHTS_EVERY = 10, 50
 BASE, MONITOR = "fastclip.attach", "monitor, defaults"
 ACTIVATIONS, INCIDENTS = "monitor, activations each 10 steps", "monitor, incidents"
@@ -72,15 +73,15 @@ class Training:
             self.optimizer.zero_grad()
         self.times.append(time.perf_counter() - begin)
 
-    def seconds(self, first: int) -> float:
-        """Of a step on average, from the medians of each kind; without early steps, all of them sampled."""
-        kinds: dict[tuple[bool, bool], list[float]] = {}
-        for step, seconds in enumerate(self.times):
-            if step >= first:
-                kind = is_due(step, ACTIVATIONS_EVERY), is_due(step, WEIGHTS_EVERY)
-                kinds.setdefault(kind, []).append(seconds)
-        count = sum(map(len, kinds.values()))
-        return sum(median(times) * len(times) for times in kinds.values()) / count
+
+def average(seconds: Sequence[float], first: int) -> float:
+    """Of a step, from the medians of each kind; without the steps before `first`, many of them sampled."""
+    kinds: dict[tuple[bool, bool], list[float]] = {}
+    for step in range(first, len(seconds)):
+        kind = is_due(step, ACTIVATIONS_EVERY), is_due(step, WEIGHTS_EVERY)
+        kinds.setdefault(kind, []).append(seconds[step])
+    count = sum(map(len, kinds.values()))
+    return sum(median(times) * len(times) for times in kinds.values()) / count
 
 
 def trainings(corpus: Corpus, log_dir: str) -> dict[str, Training]:
@@ -111,9 +112,13 @@ def measure(steps: int = STEPS) -> list[Row]:
             for run in order[step % len(order) :] + order[: step % len(order)]:
                 run.step(batch)
         first = 0 if SMOKE else max(EARLY) + 1
-        times = {name: run.seconds(first) for name, run in runs.items()}
-        bases = {name: MONITOR if name == INCIDENTS else BASE for name in runs}
-        rows = [Row(name, times[name], times[name] / times[base] - 1, base) for name, base in bases.items()]
+        rows = []
+        for name, run in runs.items():
+            base = MONITOR if name == INCIDENTS else BASE
+            # Of the same step, made right before or after: what drifts on the machine cancels out.
+            more = [mine - its for mine, its in zip(run.times, runs[base].times, strict=True)]
+            overhead = average(more, first) / average(runs[base].times, first)
+            rows.append(Row(name, average(run.times, first), overhead, base))
         for run in runs.values():
             if run.monitor is not None:
                 run.monitor.close()

@@ -5,14 +5,11 @@ import math
 from itertools import pairwise
 
 import pytest
-import torch
 
 import rank_jobs_monitor as jobs
 from fastclip.cli import main
 from fastclip.monitor import Record
 from fastclip.monitor.detectors.system import RankDiffers
-from fastclip.monitor.gate import Gate, Spikes
-from fastclip.policies import SpikeSkip
 from rank_jobs_monitor import STEPS
 from ranks import Ranks
 
@@ -232,52 +229,6 @@ def test_a_loss_that_only_one_rank_tells_holds_all(two, tell, late_too):
     assert_same(results, *GLOBAL[:-1])
     held = [r["step"] for r in results[0]["records"] if r["held"]]
     assert held == ([9] if tell == "all" else [])  # a batch is no loss, and the step is over before the loss
-
-
-def test_the_gate_lets_nothing_through_before_the_record_is_seen():
-    gate = Gate(frozenset({"nonfinite"}))
-    one = torch.tensor(1.0)
-    assert [bool(gate.decide(torch.tensor(loss), one)[0]) for loss in (1.0, NAN, 1.0, NAN)] == [0, 1, 1, 1]
-    gate.open(2)
-    assert not gate.decide(one, one)[0]
-    assert gate.decide(torch.tensor(math.inf), one)[0]
-    gate.open(4)  # the record of an earlier held step arrives after it has closed again
-    assert gate.decide(one, one)[0]
-    gate.open(6)
-    assert not gate.decide(one, one)[0]
-    assert not gate.decide(torch.tensor(NAN), one, told=torch.tensor(False))[0]
-
-
-def test_what_comes_while_the_gate_is_closed_is_not_remembered():
-    gate = Gate(frozenset({"norm_spike", "loss_spike"}))
-    gate.norm_rule, gate.loss_rule = (Spikes(SpikeSkip(window=16, minimum=5)) for _ in range(2))
-
-    def decide(value):
-        return bool(gate.decide(torch.tensor(value), torch.tensor(value))[0])
-
-    assert not any(decide(1.0 + 0.01 * (i % 3)) for i in range(10))
-    assert decide(50.0)
-    before = {key: state["window"] for key, state in gate.state_dict().items()}
-    assert len(before["norm"]) == 11  # as in SpikeSkip: a level that lasts is accepted
-    assert all(decide(value) for value in (60.0, 70.0, NAN, 1.0))
-    assert {key: state["window"] for key, state in gate.state_dict().items()} == before
-    gate.open(gate.decisions)
-    assert not decide(1.0) and not decide(NAN)
-
-
-def test_the_gate_s_rule_is_that_of_the_policy():
-    """In Python on the CPU; what a GPU computes is the policy itself."""
-    spikes, policy = Spikes(SpikeSkip(sigma=2.0, window=16, minimum=8)), SpikeSkip(2.0, 16, 8)
-    generator = torch.Generator().manual_seed(4)
-    open_gate, found = torch.tensor(False), 0
-    for step in range(300):
-        value = torch.randn((), generator=generator).exp().double()
-        if step % 17 == 3:
-            value = torch.tensor(NAN if step % 2 else math.inf, dtype=torch.float64)
-        wanted = bool(policy.limit(value.reshape(1), value.reshape(1)).isnan())
-        assert bool(spikes.is_spike(value, open_gate)) == wanted
-        found += wanted
-    assert found > 5
 
 
 # What goes wrong elsewhere.

@@ -27,13 +27,12 @@ class Spikes:
 
     def is_spike(self, value: Tensor, closed: Tensor) -> Tensor:
         """[], bool. What comes while the gate is closed, or is not finite, is not remembered."""
-        if value.device.type == "cpu":
-            return torch.tensor(not closed and self._is_spike(float(value)))
         number = torch.where(closed, math.nan, value.double()).reshape(1)  # the rule passes NaN over
         return self.rule.limit(number, number).isnan().any()
 
-    def _is_spike(self, number: float) -> bool:
-        if not math.isfinite(number):
+    def is_spike_on_host(self, number: float, is_open: bool) -> bool:
+        """As is_spike()."""
+        if not is_open or not math.isfinite(number):
             return False
         before, count = self.window, len(self.window)
         bound = math.inf
@@ -75,6 +74,7 @@ class Gate:
         # [], int64: the number of the decision that closed the gate; 0: it is open.
         self._closed_by: Tensor | None = None
         self._streak: Tensor | None = None  # [], int64: overflows in a row
+        self._closed_on_host = self._streak_on_host = 0  # the same where nothing is on a device
 
     def decide(
         self,
@@ -92,10 +92,16 @@ class Gate:
             told: [], bool: whether `loss` is a loss, where only the device knows.
             scale: of the loss, []; None without a scaler.
         """
+        self.decisions += 1
+        decide = self._decide_on_host if total_norm.device.type == "cpu" else self._decide_on_device
+        return decide(loss, total_norm, told, scale)
+
+    def _decide_on_device(
+        self, loss: Tensor | None, total_norm: Tensor, told: Tensor | None, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         device = total_norm.device
         if self._closed_by is None or self._closed_by.device != device:
             self._closed_by = torch.zeros((), dtype=torch.int64, device=device)
-        self.decisions += 1
         closed = self._closed_by > 0
         reason = torch.zeros_like(self._closed_by)
         # From the last reason to the first, which is what is told of several.
@@ -103,6 +109,32 @@ class Gate:
             reason.masked_fill_(found & ~closed, number)
         self._closed_by.masked_fill_(reason > 0, self.decisions)
         return self._closed_by > 0, reason
+
+    def _decide_on_host(
+        self, loss: Tensor | None, total_norm: Tensor, told: Tensor | None, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same in Python: on the CPU each small call of torch costs more than the arithmetic."""
+        norm, reason = float(total_norm), 0
+        open_now = self._closed_on_host == 0
+        overflow = not math.isfinite(norm) and norm != -math.inf
+        if "loss_scale" in self.kinds and scale is not None:
+            self._streak_on_host = self._streak_on_host + 1 if overflow else 0
+            if overflow and (self._streak_on_host % self._overflows == 0 or float(scale) < 1):
+                reason = 4
+        if self.norm_rule is not None and self.norm_rule.is_spike_on_host(norm, open_now):
+            reason = 3
+        if loss is not None:
+            number = float(loss)
+            if self.loss_rule is not None and self.loss_rule.is_spike_on_host(number, open_now):
+                reason = 2
+            is_told = told is None or bool(told)
+            if "nonfinite" in self.kinds and is_told and not math.isfinite(number):
+                reason = 1
+        if "nonfinite" in self.kinds and scale is None and overflow:
+            reason = 1
+        if open_now and reason:
+            self._closed_on_host = self.decisions
+        return torch.tensor(self._closed_on_host > 0), torch.tensor(reason if open_now else 0)
 
     def _findings(
         self,
@@ -135,6 +167,8 @@ class Gate:
 
     def open(self, decision: int) -> None:
         """Let the next updates through, unless a decision after this one has closed the gate again."""
+        if self._closed_on_host <= decision:
+            self._closed_on_host = 0
         if self._closed_by is not None:
             self._closed_by.masked_fill_(self._closed_by <= decision, 0)
 

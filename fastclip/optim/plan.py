@@ -34,6 +34,7 @@ class Plan:
     Attributes:
         stats, summary: what the pass found, see :func:`fastclip.backends.reference.clip_`. The summary is
             made when it is asked for, where the step can do without.
+        known_numbers: the three numbers of the summary, [] each, where they are all that it holds.
         inv_scale: what makes the gradients' true values of those the pass read; None where they were true.
         fused: whether the optimizer's kernel takes `grad_scale` and `found_inf`.
         found_inf: whether the step is to be left out: a bool where the host knows, else [], float32.
@@ -51,6 +52,7 @@ class Plan:
     grad_scale: Tensor | None = None
     in_place: bool = False
     limited: Limited | None = None
+    known_numbers: tuple[Tensor, Tensor, Tensor] | None = None
     kept_totals: tuple[Tensor, float] | None = None
     kept_alarms: Tensor | None = None
 
@@ -63,6 +65,8 @@ class Plan:
 
     @property
     def summary(self) -> Tensor:
+        if self.known_summary is None and self.known_numbers is not None:
+            self.known_summary = torch.stack([n.to(torch.float32) for n in self.known_numbers]).reshape(1, 3)
         if self.known_summary is None:
             r = self.request
             totals = self.stats, r.norm_type
@@ -189,6 +193,8 @@ def _plan_hand_over(
             norm = (norm.double() * inv_scale).float().reshape(())
         clip_coef = reference.clip_coefficient(norm, request.max_norm)
         found = ~norm.isfinite() | ~(clip_coef >= 0)
+        if inv_scale is None:
+            plan.known_numbers = norm, clip_coef, found
     else:
         clip_coef, found = plan.summary[0, 1], plan.summary[0, 2] > 0
     # On the CPU the coefficient is known, and a kernel without grad_scale writes no gradients.
