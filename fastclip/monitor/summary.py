@@ -31,7 +31,7 @@ def summarize(records: Sequence[Record], events: Sequence[Event]) -> str:
     return "\n".join(map(_shorten, lines))
 
 
-def _shorten(text: str, width: int = 100) -> str:
+def _shorten(text: str, width: int = 92) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
