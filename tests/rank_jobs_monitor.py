@@ -21,6 +21,7 @@ import fastclip
 import rank_jobs
 from fastclip.monitor import Event, Record, TrainingUnstable, late, ranks
 from fastclip.monitor.detectors import Detector, default_detectors
+from fastclip.monitor.gate import Spikes
 from fastclip.policies import SpikeSkip
 
 NAN = math.nan
@@ -175,8 +176,8 @@ def holding(late_too=False, look=False, what="loss", **options: Any) -> dict[str
     with arriving_late(late_too):
         run = Run(actions=dict.fromkeys(kinds, "skip"), what=what, **options)
         gate = run.monitor._parts.gate
-        gate.norm_rule = gate.norm_rule and SpikeSkip(window=20, minimum=5)
-        gate.loss_rule = gate.loss_rule and SpikeSkip(window=20, minimum=5)
+        gate.norm_rule = gate.norm_rule and Spikes(SpikeSkip(window=20, minimum=5))
+        gate.loss_rule = gate.loss_rule and Spikes(SpikeSkip(window=20, minimum=5))
         return run.steps(STEPS, look=look).result()
 
 

@@ -125,6 +125,7 @@ def assert_same_numbers(before, after):
 
 def test_settings_of_the_incident_then_of_the_caller(tmp_path, threads):
     make = transformer
+    threads(1)
     path = record_incident(tmp_path, make(), STEP)
     assert deterministic_settings()["algorithms"]
     torch.use_deterministic_algorithms(False)
