@@ -250,6 +250,20 @@ def test_what_cannot_be_kept_is_said(tmp_path):
     assert not incident.manifest["complete"]
 
 
+def test_gradients_with_nan_are_an_incident_though_the_loss_is_finite(tmp_path):
+    model, optimizer, _ = builder("transformer")()
+    monitor = Monitor(model, optimizer, max_norm=1.0, incidents=str(tmp_path))
+    monitor.batch(torch.ones(2, 8))
+    loss = model(torch.ones(2, 8)).sum()
+    monitor.loss(loss)
+    loss.backward()
+    model.head.bias.grad[1] = math.nan
+    optimizer.step()
+    incident = read_incident(only_incident(tmp_path))
+    assert incident.kind == "nonfinite" and math.isfinite(monitor.records[0].loss)
+    assert [p["name"] for p in incident.manifest["parameters"]] == ["head.bias"]
+
+
 def test_a_run_that_has_died_is_saved_once_in_a_while(tmp_path):
     model, optimizer, _ = builder("transformer")()
     monitor = Monitor(model, optimizer, max_norm=1.0, incidents=str(tmp_path))
