@@ -7,7 +7,6 @@ A fake process group lets one process be each of the ranks in turn: nothing here
 import copy
 import io
 import random
-import timeit
 
 import numpy
 import pytest
@@ -170,11 +169,3 @@ def test_generators_go_on_where_they_were():
     assert set_rng_state({**before, "cuda": {99: before["torch"]}}) == [
         "the state of the generator of cuda:99 was not set: there is no such device"
     ]
-
-
-def test_states_of_generators_are_cheap():
-    def best(function):
-        return min(timeit.repeat(function, number=20, repeat=20)) / 20
-
-    of_numpy = best(numpy.random.get_state)  # 60 to 80 us, element by element
-    assert best(rng_state) < of_numpy + 60e-6
