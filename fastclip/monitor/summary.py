@@ -88,7 +88,7 @@ def _scale(records: Sequence[Record]) -> tuple[str, str]:
 
 
 def _weights(records: Sequence[Record]) -> tuple[str, str]:
-    record = next((r for r in reversed(records) if r.update_ratio), None)
+    record = next((r for r in reversed(records) if r.update_ratio and r.applied is not False), None)
     if record is None:
         return "weights", ""
     ratios = _finite(list(record.update_ratio.values()))
