@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from .detectors.windows import quantile
 from .record import Event, Record
 
 _WINDOW = 2000  # steps at the end that count: norms fall for long, and old ones say little
@@ -76,7 +77,7 @@ def recommend(records: Sequence[Record], window_steps: int = _WINDOW) -> Recomme
     if norms[len(norms) // 2] <= 0:
         reading = "Half of the gradient norms are 0: nothing is trained, or not in every step."
         return Recommendation(None, present=present, warm_up=start, steps=len(window), reading=[reading])
-    quantiles = {q: _quantile(norms, q) for q in (0.05, 0.5, 0.9, 0.95, 0.99, 1.0)}
+    quantiles = {q: quantile(norms, q) for q in (0.05, 0.5, 0.9, 0.95, 0.99, 1.0)}
     first = window[0].step
     events = [e for r in records if r.step >= first for e in r.events if e.kind in _UNSTABLE]
     events = [e for e in events if e.severity != "info"]
@@ -110,13 +111,6 @@ def warm_up_steps(records: Sequence[Record]) -> int:
             break
         start += 50
     return start
-
-
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    position = q * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def _round(limit: float) -> float:

@@ -6,7 +6,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """Of numbers in ascending order, at least one; by linear interpolation."""
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    part = position - low
+    return ordered[low] if part == 0.0 else ordered[low] + (ordered[low + 1] - ordered[low]) * part
 
 
 class Window:
@@ -51,11 +59,7 @@ class Window:
 
     def quantile(self, q: float) -> float:
         """By linear interpolation. The window must not be empty."""
-        ordered = self._sorted
-        position = q * (len(ordered) - 1)
-        low = int(position)
-        part = position - low
-        return ordered[low] if part == 0.0 else ordered[low] + (ordered[low + 1] - ordered[low]) * part
+        return quantile(self._sorted, q)
 
     def median(self) -> float:
         return self.quantile(0.5)

@@ -79,10 +79,8 @@ class Capture:
         self._steps.append(self._step)
         self._step = KeptStep(self._step.number + 1)
         oldest = self._step.number - self._options.batches
-        if len(self._snapshots) == 2:
+        if self._snapshots:
             oldest = min(oldest, self._snapshots[0]["step"])
-        elif self._snapshots:
-            oldest = min(oldest, self._snapshots[-1]["step"])
         while self._steps and self._steps[0].number < oldest:
             self._steps.popleft()
 

@@ -112,9 +112,7 @@ class Forwards:
         """Bring the buffers that forwards change to what they were at the start of one."""
         model = self._model()
         for name, buffer in model.named_buffers() if model is not None else ():
-            if name in start.buffers and (
-                name in self._changing or not torch.equal(buffer, start.buffers[name])
-            ):
+            if name in self._changing and name in start.buffers:
                 buffer.copy_(start.buffers[name])
 
     def remove(self) -> None:
