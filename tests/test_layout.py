@@ -45,6 +45,8 @@ LAYERS = [
     ["monitor.batches", "monitor.ranks", "monitor.gate", "monitor.detectors"],
     ["monitor.modules", "monitor.actions", "monitor.causes", "monitor.recommendation", "monitor.summary"],
     ["monitor.names", "monitor.weights", "monitor.diagnosis", "monitor.gradients"],
+    ["monitor.runs"],
+    ["monitor.report"],
     ["monitor.step"],
     ["monitor.evidence.environment"],
     ["monitor.evidence.forwards"],
@@ -63,6 +65,7 @@ LAYERS = [
     ["monitor.monitor"],
     ["monitor"],
     [""],
+    ["bench", "demo", "integrations"],
     ["cli"],
     ["__main__"],
 ]
