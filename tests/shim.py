@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from filelock import FileLock  # a dependency of torch
 
 from fastclip.backends import libraries, native
 
@@ -59,9 +60,15 @@ def library() -> Path:
     read = [p for folder in (ROOT / "csrc", HEADERS) for p in sorted(folder.rglob("*.*"))]
     text = b"".join(p.read_bytes() for p in read) + repr((torch.__version__, COMPILER, flags)).encode()
     target = ROOT / "build" / "cuda_shim" / hashlib.sha256(text).hexdigest()[:16] / "libfastclip_shim.so"
-    if target.exists():
-        return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    # The processes of one test run share it: the first one builds, the others wait.
+    with FileLock(target.with_suffix(".lock")):
+        if not target.exists():
+            _build(target, flags, include)
+    return target
+
+
+def _build(target: Path, flags: list[str], include: Path) -> None:
     objects = [target.parent / f"{source.name}.o" for source in SOURCES]
 
     def compile_one(source: Path, out: Path) -> None:
@@ -73,7 +80,6 @@ def library() -> Path:
     torch_libraries = f"-L{include.parent / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"
     call(COMPILER, "-shared", *objects, "-o", linked, "-Wl,--no-as-needed", *torch_libraries)
     linked.rename(target)
-    return target
 
 
 @functools.cache
