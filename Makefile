@@ -23,7 +23,8 @@ $(VENV)/installed: $(VENV)/torch-installed pyproject.toml setup.py $(shell find 
 	touch $@
 
 demo: install
-	$(BIN)/python examples/demo.py
+	rm -rf build/demo
+	$(BIN)/python -m fastclip demo build/demo
 
 test: install
 	$(BIN)/python -m pytest -m "not slow and not gpu"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fastclip
-from examples.character_model import FULL, QUICK, CharacterModel, Corpus
+from fastclip.demo.character_model import FULL, QUICK, CharacterModel, Corpus
 from fastclip.monitor.weights import EARLY, is_due
 
 from . import machine

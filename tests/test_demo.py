@@ -1,46 +1,46 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The demo passes, prints what is true, and fails when clipping or naming is wrong."""
 
-import importlib.util
 import math
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 import fastclip
+from fastclip import cli
 
 pytest.importorskip("plotext")
 pytest.importorskip("tqdm")
 
-DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
+from fastclip.demo import comparison, monitoring, poisoning, program
+from fastclip.demo.character_model import QUICK, Corpus
+
 STEPS = 60
 
 
 @pytest.fixture(scope="module")
-def output() -> str:
-    """What `demo.py --quick` prints into a pipe."""
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("demo") / "run"
+
+
+@pytest.fixture(scope="module")
+def output(directory) -> str:
+    """What `fastclip demo DIRECTORY --quick` prints into a pipe."""
     environment = {**os.environ, "PYTHONUTF8": "1"}
-    command = [sys.executable, str(DEMO), "--quick"]
+    command = [sys.executable, "-m", "fastclip", "demo", str(directory), "--quick"]
     done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"step {STEPS} of {STEPS}: loss" in done.stderr
+    assert f"step {STEPS} of {STEPS}: loss" in done.stderr and "Warning" not in done.stderr
     return done.stdout
 
 
-@pytest.fixture
-def demo(threads, monkeypatch) -> ModuleType:
+@pytest.fixture(autouse=True)
+def one_thread(threads):
     threads(1)
-    monkeypatch.syspath_prepend(DEMO.parent)
-    spec = importlib.util.spec_from_file_location("demo", DEMO)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def row(output: str, label: str) -> list[float]:
@@ -93,7 +93,7 @@ def test_the_poisoned_batch_is_named(output):
 
 def test_a_pipe_gets_plain_text(output):
     assert "\x1b" not in output and "\r" not in output
-    assert max(map(len, output.splitlines())) <= 100
+    assert max(len(line) for line in output.splitlines() if "fastclip replay" not in line) <= 100
 
 
 def never(parameters, max_norm):
@@ -109,29 +109,29 @@ def to_nan(parameters, max_norm):
 
 
 @pytest.mark.parametrize("clip", [never, too_weakly, to_nan])
-def test_wrong_clipping_is_rejected(demo, clip):
-    corpus = demo.Corpus(demo.QUICK, seed=0)
+def test_wrong_clipping_is_rejected(clip):
+    corpus = Corpus(QUICK, seed=0)
     runs = [
-        demo.Run(function, corpus.size, corpus.padding, seed=0)
+        comparison.Run(function, corpus.size, corpus.padding, seed=0)
         for function in (torch.nn.utils.clip_grad_norm_, clip)
     ]
-    demo.train(*runs, corpus)
-    failures = demo.training_failures(*runs)
+    comparison.train(*runs, corpus)
+    failures = comparison.training_failures(*runs)
     assert failures
     assert all(re.fullmatch(r"the losses differ by (nan|\d\S*) within \d+ steps", line) for line in failures)
 
 
-def test_a_training_without_clipping_proves_nothing(demo, monkeypatch):
-    monkeypatch.setattr(demo, "MAX_NORM", 1e9)
-    corpus = demo.Corpus(demo.QUICK, seed=0)
-    run = demo.Run(torch.nn.utils.clip_grad_norm_, corpus.size, corpus.padding, seed=0)
+def test_a_training_without_clipping_proves_nothing(monkeypatch):
+    monkeypatch.setattr(comparison, "MAX_NORM", 1e9)
+    corpus = Corpus(QUICK, seed=0)
+    run = comparison.Run(torch.nn.utils.clip_grad_norm_, corpus.size, corpus.padding, seed=0)
     run.step(corpus.batch())
-    assert demo.training_failures(run, run) == ["no gradients were clipped, so nothing was compared"]
+    assert comparison.training_failures(run, run) == ["no gradients were clipped, so nothing was compared"]
 
 
-def test_wrong_clipping_makes_the_demo_fail(demo, monkeypatch, capsys):
-    monkeypatch.setattr(fastclip, "clip_grad_norm_", never)
-    assert demo.main(["--quick"]) == 1
+def test_wrong_clipping_makes_the_demo_fail(monkeypatch, capsys):
+    monkeypatch.setattr(program, "clip_grad_norm_", never)
+    assert cli.main(["demo", "--quick"]) == 1
     assert re.search(r"^FAILED: the losses differ by \d", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -160,11 +160,11 @@ def spoiling(named, max_norm, nonfinite):
         (spoiling, "should be untouched, but changed"),
     ],
 )
-def test_a_poisoned_batch_that_is_not_named_is_rejected(demo, monkeypatch, clip_, failure):
-    monkeypatch.setattr(fastclip, "clip_", clip_)
-    corpus = demo.Corpus(demo.QUICK, seed=0)
-    run = demo.Run(fastclip.clip_grad_norm_, corpus.size, corpus.padding, seed=0)
-    failures = demo.poison(run, corpus)
+def test_a_poisoned_batch_that_is_not_named_is_rejected(monkeypatch, clip_, failure):
+    monkeypatch.setattr(poisoning, "clip_", clip_)
+    corpus = Corpus(QUICK, seed=0)
+    run = comparison.Run(fastclip.clip_grad_norm_, corpus.size, corpus.padding, seed=0)
+    failures = poisoning.poison(run, corpus)
     assert bool(failures) == bool(failure)
     assert all(failure in line for line in failures)
 
@@ -179,8 +179,54 @@ def test_the_monitor_sums_up_and_names_the_cause(output):
     assert "samples 320, 321" in diagnosis
 
 
-def test_a_wrong_diagnosis_fails_the_demo(demo, monkeypatch, capsys):
+def test_a_wrong_diagnosis_fails_the_demo(monkeypatch, capsys):
     monkeypatch.setattr(fastclip.monitor.Diagnosis, "cause", "unknown")
-    assert demo.monitored(demo.Corpus(demo.QUICK, 0), 0, 12) == ["the diagnosis is unknown"]
+    assert monitoring.monitored(Corpus(QUICK, 0), 0, 12) == ["the diagnosis is unknown"]
     monkeypatch.undo()
-    assert demo.monitored(demo.Corpus(demo.QUICK, 0), 0, 12) == []
+    assert monitoring.monitored(Corpus(QUICK, 0), 0, 12) == []
+
+
+def test_an_incident_that_was_not_saved_is_told(tmp_path):
+    assert monitoring.tell_next(str(tmp_path), QUICK)[0].endswith("but there is none")
+
+
+def commands(output: str) -> list[list[str]]:
+    return [line.split()[1:] for line in output.splitlines() if line.startswith("  fastclip ")]
+
+
+def test_the_log_and_the_incident_serve_the_commands_it_tells(output, directory, capsys, monkeypatch):
+    told = {command: rest for command, *rest in commands(output)}
+    assert list(told) == ["lint", "report", "diagnose", "incidents", "replay"]
+    assert all(str(directory) in arguments[0] for arguments in told.values())
+    assert cli.main(["diagnose", *told["diagnose"]]) == 1
+    assert "step 40: error: nonfinite" in capsys.readouterr().out
+    assert cli.main(["incidents", *told["incidents"]]) == 0
+    monkeypatch.chdir(directory)
+    assert cli.main(["replay", *told["replay"]]) == 0
+    replayed = capsys.readouterr().out
+    assert "reproduced, bit for bit" in replayed and "1 of 8 samples causes it: id 327" in replayed
+
+
+def test_a_directory_that_holds_something_is_refused(tmp_path, capsys):
+    (tmp_path / "rank00000.jsonl").write_text("")
+    for target in (tmp_path, tmp_path / "rank00000.jsonl"):
+        assert cli.main(["demo", str(target), "--quick"]) == 2
+        captured = capsys.readouterr()
+        assert captured.err == f"fastclip: expected a new or empty directory, but got {target}\n"
+        assert not captured.out
+
+
+def test_mistaken_threads_are_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demo", "--threads", "0"])
+    assert ended.value.code == 2 and "expected at least 1, but got 0" in capsys.readouterr().err
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotext", None)
+    for name in ("program", "comparison", "poisoning", "monitoring"):
+        monkeypatch.delitem(sys.modules, f"fastclip.demo.{name}")
+    assert cli.main(["demo", "--quick"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("fastclip: the demo needs plotext 6 and tqdm") and not captured.out
+    assert 'pip install "torch-fastclip[demo]"' in captured.err
