@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The callback for Lightning's Trainer, without Lightning: for `lightning` and `pytorch_lightning` alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import loss_scale
+from ..groups import MaxNorm
+from ..monitor import Monitor
+from ..optim import Handle
+from ..optim.plan import Plan
+
+# Strategies whose gradients are not those of the optimizer's parameters at the time of its step.
+_REFUSED_STRATEGIES = {
+    "FSDPStrategy": "its flat parameters hide which gradient belongs to which process; use FSDP2 "
+    "(ModelParallelStrategy with fully_shard in configure_model)",
+    "DeepSpeedStrategy": "DeepSpeed clips inside its own engine; set gradient_clipping in its configuration",
+}
+# What the Trainer knows and the callback passes on.
+_FROM_THE_TRAINER = ("model", "optimizer", "scheduler", "scaler")
+
+
+class TrainerHooks:
+    """Clips inside ``optimizer.step()`` and watches the training, as :class:`fastclip.Monitor` does.
+
+    ::
+
+        callback = FastclipCallback(max_norm=1.0, log_dir="runs/1")
+        trainer = Trainer(callbacks=[callback])        # without gradient_clip_val
+        trainer.fit(module)
+        print(callback.monitor.summary())
+
+    Works with 16-mixed precision and fused optimizers, and with accumulation. The monitor's state is part of
+    Lightning's checkpoints: ``trainer.fit(ckpt_path=...)`` goes on with the same events. Several processes
+    all go on from that of the first. Each ``fit`` has a monitor of its own, whose steps are numbered as those
+    of the trainer.
+
+    Logs with ``pl_module.log``, for each optimizer step: "fastclip/total_norm" before clipping,
+    "fastclip/clip_coef" and "fastclip/skipped_steps" (on a GPU known one step late).
+
+    Args:
+        max_norm: as for :func:`fastclip.attach`, a policy included. None: observe only.
+        log_dir: directory of the log, a file a rank; None for none.
+        sample_ids: called with each training batch, gives what names each of its samples: a list or a tensor.
+        options: all others of :class:`fastclip.Monitor`.
+
+    Raises:
+        TypeError: an option that :class:`fastclip.Monitor` does not have.
+        ValueError: before training: ``Trainer(gradient_clip_val=...)`` or a module that overrides
+            ``configure_gradient_clipping``; FSDP1 or DeepSpeed; several optimizers; the Trainer of the other
+            package; a checkpoint of a monitor with other detectors or actions.
+        Others of :class:`fastclip.Monitor`, before the first step.
+    """
+
+    _package: str
+    _module_class: type
+
+    def __init__(
+        self,
+        max_norm: MaxNorm | None = None,
+        log_dir: str | None = None,
+        *,
+        sample_ids: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        _require_options(options)
+        if sample_ids is not None and not callable(sample_ids):
+            raise TypeError(
+                "expected sample_ids to be a function of a batch, but got " + type(sample_ids).__name__
+            )
+        self._options = {"max_norm": max_norm, "log_dir": log_dir, **options}
+        self._sample_ids = sample_ids
+        self._monitor: Monitor | None = None
+        self._steps: _Steps | None = None  # while a training is watched
+        self._state: dict[str, Any] | None = None  # of the checkpoint that the fit goes on from
+        self._tells_batches = True
+
+    @property
+    def monitor(self) -> Monitor:
+        """The monitor of the last fit, which may be over.
+
+        Raises:
+            RuntimeError: no training has begun in this process.
+        """
+        if self._monitor is None:
+            raise RuntimeError(
+                "no training has begun in this process, so that there is no monitor. Strategies that spawn "
+                "train in other processes: read their log"
+            )
+        return self._monitor
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For processes that are spawned, and for copies: the monitor belongs to this one."""
+        return {**vars(self), "_monitor": None, "_steps": None, "_state": None}
+
+    # What the Trainer calls.
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._close()
+            self._monitor = self._state = None
+            self._require_supported(trainer, pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._close()  # of a search for a batch size or learning rate within this fit
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        monitor = Monitor(
+            pl_module,
+            _only_optimizer(trainer),
+            scheduler=schedulers[0] if schedulers else None,
+            scaler=scaler,
+            **self._options,
+        )
+        self._monitor, self._steps = monitor, _Steps(monitor.handle)
+        # With an iterator in the place of the batch, the batch that hooks are given is another one.
+        self._tells_batches = "dataloader_iter" not in inspect.signature(pl_module.training_step).parameters
+        if self._state is not None:
+            _load(monitor, self._state)
+        elif trainer.global_step:
+            monitor.load_state_dict({**monitor.state_dict(), "step": trainer.global_step})
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._steps is None:
+            return
+        clears = batch_idx % trainer.accumulate_grad_batches == 0 and pl_module.automatic_optimization
+        if self._steps.batches and clears:
+            # Lightning clears the gradients of the batches before, which no step has used.
+            self.monitor._watcher.drop()
+            self._steps.batches = 0
+        self._steps.batches += 1
+        if self._tells_batches:
+            sample_ids = None if self._sample_ids is None else self._sample_ids(batch)
+            self.monitor.batch(batch, sample_ids=sample_ids)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """The loss comes scaled, and divided by the number of batches that are accumulated."""
+        if self._steps is None or loss.numel() != 1 or loss.is_complex():
+            return
+        loss = loss.detach()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if loss_scale.is_scaling(scaler):
+            loss = loss / scaler._scale
+        if pl_module.automatic_optimization and trainer.accumulate_grad_batches != 1:
+            loss = loss * trainer.accumulate_grad_batches
+        self.monitor.loss(loss)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._steps is None:
+            return
+        if self._steps.made and not trainer.barebones:
+            pl_module.log_dict(self._numbers(), on_step=True, on_epoch=False)
+        self._steps.made = False
+        if self.monitor.should_stop:
+            trainer.should_stop = True
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self._steps is None:
+            return
+        try:
+            if trainer.training:  # one that a validation raised is not of the step that follows
+                self.monitor.__exit__(type(exception), exception, exception.__traceback__)
+        finally:
+            self._close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._close()
+        self._state = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._monitor is None else self._monitor.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Called before or after on_fit_start, as the strategy wants it, but before on_train_start."""
+        self._state = state_dict
+
+    def _close(self) -> None:
+        if self._steps is not None:
+            self._steps.detach()
+            self._steps = None
+            self.monitor.close()
+
+    def _numbers(self) -> dict[str, Tensor | float]:
+        """Of the step that was made. Tensors, so that nothing waits for the device."""
+        numbers: dict[str, Tensor | float] = {}
+        stats = self.monitor.handle.stats
+        if stats is not None:
+            norm = stats.total_norm  # several with groups
+            numbers["fastclip/total_norm"] = (
+                norm if norm.numel() == 1 else torch.linalg.vector_norm(norm, stats.norm_type)
+            )
+            if stats.clip_coef is not None:
+                numbers["fastclip/clip_coef"] = stats.clip_coef.min()
+        if self.monitor.records:
+            numbers["fastclip/skipped_steps"] = float(self.monitor.records[-1].skipped_steps)
+        return numbers
+
+    def _require_supported(self, trainer: Any, pl_module: Any) -> None:
+        if not isinstance(pl_module, self._module_class):
+            raise ValueError(
+                f"expected a LightningModule and a Trainer of {self._package}, but got "
+                f"{type(pl_module).__name__} of another package: there is a FastclipCallback for `lightning` "
+                "in fastclip.integrations.lightning and one for `pytorch_lightning` in "
+                "fastclip.integrations.pytorch_lightning"
+            )
+        for kind in type(trainer.strategy).__mro__:
+            if kind.__name__ in _REFUSED_STRATEGIES:
+                reason = _REFUSED_STRATEGIES[kind.__name__]
+                raise ValueError(f"FastclipCallback does not work with {kind.__name__}: {reason}")
+        self._require_sole_clipping(trainer, pl_module)
+
+    def _require_sole_clipping(self, trainer: Any, pl_module: Any) -> None:
+        max_norm, clip_val = self._options["max_norm"], trainer.gradient_clip_val
+        if clip_val:
+            instead = f"max_norm={clip_val}" if max_norm is None else f"max_norm={max_norm}"
+            raise ValueError(
+                f"expected one to clip the gradients, but got Trainer(gradient_clip_val={clip_val}) beside "
+                f"FastclipCallback(max_norm={max_norm}), which would see them when they are clipped already. "
+                f"Keep FastclipCallback({instead}) and leave out gradient_clip_val"
+            )
+        if not pl_module.automatic_optimization:
+            return  # Lightning does not call it
+        own = getattr(pl_module.configure_gradient_clipping, "__func__", None)
+        if own is not self._module_class.configure_gradient_clipping:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"expected one to clip the gradients, but {type(pl_module).__name__} overrides "
+                "configure_gradient_clipping, which is called before FastclipCallback sees them. Remove it "
+                "and give max_norm to FastclipCallback"
+            )
+
+
+class _Steps:
+    """An observer of the optimizer's steps.
+
+    Attributes:
+        made: whether there was one since this was last made False.
+        batches: how many batches were told since the last one.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self.made = False
+        self.batches = 0
+        self._handle = handle
+        handle.observers.append(self)
+
+    def before_update(self, plan: Plan | None) -> None:
+        """It decides nothing."""
+
+    def after_step(self) -> None:
+        self.made = True
+        self.batches = 0
+
+    def detach(self) -> None:
+        self._handle.observers.remove(self)
+
+
+def _require_options(options: dict[str, Any]) -> None:
+    known = set(inspect.signature(Monitor).parameters) - set(_FROM_THE_TRAINER)
+    if unknown := sorted(set(options) - known):
+        why = (
+            f"{unknown[0]} is the Trainer's to give"
+            if unknown[0] in _FROM_THE_TRAINER
+            else f"FastclipCallback has max_norm, log_dir, sample_ids and {', '.join(sorted(known))}"
+        )
+        raise TypeError(f"got an unexpected argument {unknown[0]!r}: {why}")
+
+
+def _only_optimizer(trainer: Any) -> Optimizer:
+    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"expected configure_optimizers to give one optimizer, but got {len(optimizers)}. Which loss "
+            "belongs to which of several cannot be known: call fastclip.attach for each of them in "
+            "configure_optimizers, in the place of FastclipCallback"
+        )
+    return optimizers[0]
+
+
+def _load(monitor: Monitor, state: dict[str, Any]) -> None:
+    try:
+        monitor.load_state_dict(state)
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint is of a FastclipCallback with other options: {error}. Give it those, or delete "
+            "its entry in checkpoint['callbacks'] to begin a new watch"
+        ) from error
