@@ -11,17 +11,18 @@ import sys
 
 from ..monitor import Event, diagnose
 from ..monitor.diagnosis import worst_event
-from .logs import records_of
+from .logs import add_log, run_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", help="directory of a monitor's log, or one file of it")
+    add_log(parser)
     parser.add_argument("--step", type=int, help="explain the event of this step (default: the worst one)")
     parser.add_argument("--events", action="store_true", help="list all events first")
 
 
 def run(options: argparse.Namespace) -> int:
-    records = records_of(options.log)
+    its_run = run_of(options.log)
+    records = its_run.records
     events = sorted((e for its in records.values() for r in its for e in r.events), key=lambda e: e.step)
     if options.events:
         for event in events:
@@ -38,4 +39,6 @@ def run(options: argparse.Namespace) -> int:
             return 2
     diagnosis = diagnose(records, chosen)
     print(diagnosis)
+    if its_run.judged and diagnosis.event is not None:
+        print(f"The log ({its_run.source}) tells nothing of batches, parameters or modules.")
     return 0 if diagnosis.event is None else 1

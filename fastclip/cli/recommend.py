@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 
 from ..monitor import recommend
-from .logs import records_of
+from .logs import add_log, records_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", help="directory of a monitor's log, or one file of it")
+    add_log(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,6 +29,10 @@ def log_name(rank: int, number: int) -> str:
     return f"rank{rank:05}.{number}.jsonl" if number else f"rank{rank:05}.jsonl"
 
 
+def is_log_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def log_files(directory: Path) -> list[tuple[int, int, Path]]:
     """The files of a log as (rank, number, path), in the order in which they were written."""
     found = []
