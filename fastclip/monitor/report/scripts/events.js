@@ -1,0 +1,44 @@
+"use strict";
+// The list of events: opened from a mark, shown by kind, and back to the charts.
+
+function scrollTo(element, block) {
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  element.scrollIntoView({ block, behavior: calm ? "auto" : "smooth" });
+}
+
+// The row of a mark: step, kind, severity, number in the list.
+function openEvent([step, kind, severity, number]) {
+  const details = document.getElementById(`event-${number}`);
+  if (!details) {
+    document.getElementById("range").textContent =
+      `step ${shownStep(step)}: ${marks.kinds[kind]} (${SEVERITIES[severity]}) is not among the events of the list`;
+    return;
+  }
+  if (details.parentElement.hidden) showKind(null);
+  details.open = true;
+  details.querySelector("summary").focus({ preventScroll: true });
+  scrollTo(details, "center");
+}
+
+function showKind(kind) {
+  for (const button of document.querySelectorAll(".kinds button")) {
+    button.setAttribute("aria-pressed", String(button.dataset.kind === kind));
+  }
+  for (const item of document.querySelectorAll(".events > li")) {
+    item.hidden = kind !== null && item.dataset.kind !== kind;
+  }
+}
+
+function startEvents() {
+  document.querySelector(".kinds")?.addEventListener("click", (event) => {
+    const button = event.target.closest("button");
+    if (button) showKind(button.getAttribute("aria-pressed") === "true" ? null : button.dataset.kind);
+  });
+  document.querySelector(".events")?.addEventListener("click", (event) => {
+    if (!event.target.matches("button.show")) return;
+    const step = Number(event.target.closest("details").dataset.step);
+    view.set(step - 60, step + 20);
+    view.setCursor(step);
+    scrollTo(document.getElementById("charts"), "start");
+  });
+}
