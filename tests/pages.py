@@ -30,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LANGUAGES = ("python", "console", "sh", "text")
-SECONDS = 300  # for a block; it is there so that a page that hangs fails
+SECONDS = 120  # for a block; it is there so that a page that hangs fails
 _PATTERNS = {
     "any": r".*",
     "number": r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?",
@@ -185,7 +185,7 @@ class Page:
         for name in ("TRITON_INTERPRET", "FASTCLIP_BACKEND", "FASTCLIP_CPU_CAPABILITY"):
             self.environment.pop(name, None)
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch", "fastclip", "fastclip.cli", "pytest"])
+        self.context.set_forkserver_preload(["torch", "torch._dynamo", "fastclip.cli", "pytest"])
 
     def __enter__(self) -> "Page":
         self.connection, theirs = self.context.Pipe()
