@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fastclip.integrations.lightning import FastclipCallback
 
@@ -59,8 +59,11 @@ def train(directory: str, strategy: str, poisoned: int | None = None) -> dict[st
     trainer = Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1) if sharded else strategy,
+        strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+        if sharded
+        else strategy,
         max_epochs=1,
+        use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -69,7 +72,8 @@ def train(directory: str, strategy: str, poisoned: int | None = None) -> dict[st
         default_root_dir=directory,
     )
     module = Module(sharded)
-    trainer.fit(module, DataLoader(dataset, batch_size=4))
+    sampler = DistributedSampler(dataset, world, rank, shuffle=False)
+    trainer.fit(module, DataLoader(dataset, batch_size=4, sampler=sampler))
     trainer.save_checkpoint(os.path.join(directory, "end.ckpt"))
     records = callback.monitor.records
     return {

@@ -7,7 +7,7 @@ try:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.callbacks import Callback
 except ModuleNotFoundError as error:
-    if error.name != "lightning":
+    if (error.name or "").partition(".")[0] != "lightning":
         raise
     raise ImportError(
         'fastclip.integrations.lightning needs Lightning: pip install "torch-fastclip[lightning]"'

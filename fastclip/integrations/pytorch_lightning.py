@@ -7,7 +7,7 @@ try:
     from pytorch_lightning import LightningModule
     from pytorch_lightning.callbacks import Callback
 except ModuleNotFoundError as error:
-    if error.name != "pytorch_lightning":
+    if (error.name or "").partition(".")[0] != "pytorch_lightning":
         raise
     raise ImportError(
         "fastclip.integrations.pytorch_lightning needs it: pip install pytorch-lightning"
