@@ -138,10 +138,9 @@ class patch_accelerator:
         _require_attached_limit(handle, float(max_norm), float(norm_type))
         if not self._accelerator.sync_gradients:
             # Part of the batches only: the step, and with it the clip, is still to come.
-            scaler = handle.scaler
-            inverse = loss_scale.inverse(scaler._scale) if loss_scale.is_scaling(scaler) else None
             norm = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-            return norm if inverse is None else norm * inverse.to(norm.device)
+            scale = None if handle.scaler is None else handle.scaler._scale
+            return norm if scale is None else norm * loss_scale.inverse(scale).to(norm.device)
         return measure_for_step(handle)
 
     def _clip_grad_value(self, inner: Any, parameters: Any, clip_value: float) -> None:
@@ -176,8 +175,8 @@ def _require_attached_limit(handle: Handle, max_norm: float, norm_type: float) -
         )
     if limit is None:
         raise ValueError(
-            "the optimizer is attached without max_norm, to observe only: its norms would be those of clipped "
-            "gradients. Give max_norm to fastclip.Monitor or fastclip.attach"
+            "the optimizer is attached without max_norm, to observe only: its norms would be those of "
+            "clipped gradients. Give max_norm to fastclip.Monitor or fastclip.attach"
         )
     fits = isinstance(limit, (int, float, Tensor)) and float(limit) == max_norm
     if not fits and max_norm != math.inf:
