@@ -127,11 +127,14 @@ def pattern(line: str) -> re.Pattern:
 
 
 def missing(shown: list[str], output: str) -> str | None:
-    """The first line shown that the output has not, in the order shown; None if it has them all."""
+    """The first line shown that the output has not, in the order shown; None if it has them all.
+
+    Lines between them may be left out, with or without a line `...`.
+    """
     lines = iter(re.split(r"[\n\r]+", output))
     for line in shown:
         wanted = pattern(line)
-        if line.strip() and not any(wanted.fullmatch(real.strip()) for real in lines):
+        if line.strip() not in ("", "...") and not any(wanted.fullmatch(real.strip()) for real in lines):
             return line
     return None
 

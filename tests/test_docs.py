@@ -128,6 +128,7 @@ def test_output_is_compared_with_numbers_and_dots_as_wildcards(shown, real, same
 
 def test_shown_lines_stand_in_the_order_of_the_output():
     assert pages.missing(["a", "...", "c"], "a\nb\nc\n") is None
+    assert pages.missing(["a", "", "...", "b"], "a\n\nb\n") is None
     assert pages.missing(["c", "a"], "a\nb\nc\n") == "a"
 
 
