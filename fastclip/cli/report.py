@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 from ..monitor.report import write_report
-from .logs import records_of
+from ..monitor.runs import read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", help="directory of a monitor's log, or one file of it")
+    parser.add_argument("log", help="log of a monitor, of Transformers, TensorBoard or a CSV file: see fastclip lint")
     parser.add_argument(
         "-o", "--output", default="report.html", help="the file to write (default: %(default)s here)"
     )
@@ -25,9 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    records = records_of(options.log)
+    logged = read_run(options.log)
+    for warning in logged.warnings:
+        print(f"fastclip: {warning}", file=sys.stderr)
     try:
-        path = write_report(records, options.output, log=options.log, incidents=options.incidents)
+        path = write_report(logged, options.output, log=options.log, incidents=options.incidents)
     except OSError as error:
         print(f"fastclip: {options.output}: {error.strerror or error}", file=sys.stderr)
         return 2

@@ -142,10 +142,10 @@ def _loss(records: Records, axis: Axis) -> Chart:
     lines = _by_rank(records, axis, "loss")
     if len(records) == 1 and len(told := _told_by(next(iter(records.values())), axis, "loss")) > 1:
         lines = told
-    if len(lines) == 1 and len(lines[0].at) >= WINDOW:
+    if len(lines) == 1 and (count := len(lines[0].at)) >= WINDOW:
         lines[0].role = "faint"
-        lines += trailing_quantiles(lines[0], {f"median of {WINDOW}": 0.5})
-        lines[1].role = "main"
+        size = min(WINDOW, max(20, count // 50))
+        lines += trailing_quantiles(lines[0], {f"median of {size}": 0.5}, size, size // 4)
     reading = (
         "Falls fast, then slowly, with an even noise. A jump that does not come back, or a noise that widens, "
         "is trouble; look at the gradient norm a few steps before it."
@@ -269,11 +269,11 @@ def _speed(records: Records, axis: Axis) -> list[Chart]:
     if len(told) > 1:
         reading = "From the batch to the loss, by rank. One above the others makes all of them wait."
         charts.append(Chart("seconds", "Time from batch to loss", "log", reading, told, "ms", ("rank",)))
-    for name in ("samples", "tokens"):
-        series = axis.series(f"{name}/s", _each(first, f"{name}_per_second"))
-        reading = "Of the lowest rank. It falls where batches are waited for."
-        charts.append(Chart(name, f"{name.capitalize()} per second", "linear", reading, [series]))
-    return charts
+    # One of them: samples differ from tokens by their length only.
+    name = "tokens" if any(record.tokens_per_second is not None for record in first) else "samples"
+    series = axis.series(f"{name}/s", _each(first, f"{name}_per_second"))
+    reading = "Of the lowest rank. It falls where batches are waited for."
+    return [*charts, Chart("throughput", f"{name.capitalize()} per second", "linear", reading, [series])]
 
 
 def _memory(records: Records, axis: Axis) -> Chart:

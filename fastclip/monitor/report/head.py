@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..recommendation import recommend
+from ..diagnosis import worst_event
 from ..record import Record
+from ..runs import Run, Verdict, verdict_of
 from .numbers import WINDOW
 from .told import Told, ranks_told
 
@@ -39,13 +41,13 @@ class Head:
     advice: list[str] = field(default_factory=list)
 
 
-def head_of(records: Mapping[int, Sequence[Record]], events: Sequence[Told]) -> Head:
-    known = {rank: its for rank, its in records.items() if its}
+def head_of(run: Run, events: Sequence[Told]) -> Head:
+    known = run.records
     if not known:
         return Head("empty", "No step has been logged yet.")
     first = known[min(known)]
     proposal = recommend(first)
-    head = Head(*_verdict(first, events))
+    head = Head(*_verdict(verdict_of(run), first, events))
     explained = next((t for t in _by_weight(events) if t.diagnosis is not None and t.diagnosis.findings), None)
     if explained is not None and explained.diagnosis is not None:
         finding = explained.diagnosis.findings[0]
@@ -83,24 +85,23 @@ def _by_weight(events: Sequence[Told]) -> list[Told]:
     return sorted(events, key=lambda told: (-told.weight, told.event.step))
 
 
-def _verdict(records: Sequence[Record], events: Sequence[Told]) -> tuple[str, str]:
-    serious = [told for told in _by_weight(events) if told.weight > 0]
+def _verdict(verdict: Verdict, records: Sequence[Record], events: Sequence[Told]) -> tuple[str, str]:
+    steps = "1 step" if verdict.steps == 1 else f"{verdict.steps:,} steps"
+    if not verdict.findings:
+        return "good", f"Healthy: no warning in {steps}."
+    worst = worst_event(told.event for told in events)
+    # Of several at once that which a diagnosis explains.
+    first = verdict.findings[0]
+    first = next((f for f in verdict.findings if worst and (f.kind, f.step) == (worst.kind, worst.step)), first)
+    begin = "It went wrong at" if first.severity == "error" else "Look at"
+    text = f"{begin} step {first.step:,}: {_sentence(first.message)}"
     last = records[-1]
-    steps = "1 step" if len(records) == 1 else f"{len(records):,} steps"
-    if not serious:
-        ends = "" if last.is_finite else f" The last one, {last.step:,}, is not finite."
-        return ("good", f"No warning in {steps}.") if not ends else ("error", f"No event in {steps}.{ends}")
-    worst = serious[0]
-    state = worst.event.severity
-    count = sum(told.weight == worst.weight for told in serious)
-    first = "" if count == 1 else f" It is the first of {count:,} events of this severity."
-    text = f"Step {worst.event.step:,}, {state}, {worst.event.kind}: {_sentence(worst.event.message)}{first}"
-    quiet = last.step - max(told.event.step for told in serious)
+    quiet = last.step - max((told.event.step for told in events if told.weight > 0), default=first.step)
     if not last.is_finite:
         text += " The run ends in NaN or Inf."
     elif quiet >= WINDOW:
         text += f" The last {quiet:,} steps were without a warning."
-    return state, text
+    return "error" if first.severity == "error" else "warning", text
 
 
 def _sentence(text: str) -> str:
@@ -162,7 +163,7 @@ def _left_out(records: Sequence[Record]) -> str:
 def _nonfinite(records: Mapping[int, Sequence[Record]]) -> tuple[str, str, str]:
     steps = sorted({record.step for its in records.values() for record in its if not record.is_finite})
     note = f"the first {steps[0]:,}, the last {steps[-1]:,}" if steps else "in loss or gradients"
-    return "Steps with NaN or Inf", f"{len(steps):,}", note
+    return "Steps with NaN, Inf", f"{len(steps):,}", note
 
 
 def _events(events: Sequence[Told]) -> tuple[str, str, str]:

@@ -86,24 +86,24 @@ def _rms(statistics: Mapping[str, float]) -> float:
 
 
 def _gradients(records: Sequence[Record], axis: Axis) -> HeatMap | None:
-    title, kinds = "Gradient norm by parameter", ("norm_growth", "norm_spike", "norm_drift", "nonfinite")
-    sampled = [r for r in records if r.tensor_norms]
-    if len(sampled) > 1:
-        names = names_of(sampled)
-        columns = {
-            r.step: {names.get(i, f"gradient {i}"): norm for i, norm in enumerate(r.tensor_norms)}
-            for r in sampled
-        }
-        reading = (
-            "Before clipping, every few steps; the order is that of the optimizer. Logs hold the names of the "
-            "largest gradients only: the others are numbered. Healthy rows keep their colour; a bright row is "
-            "where the norm comes from, a dark one learns nothing."
-        )
-    else:
-        columns = {r.step: {str(t.get("name")): _norm(t) for t in r.worst} for r in records if r.worst}
-        reading = "Of the largest gradients of each step, before clipping. A row that stays bright is where the "
-        reading += "norm comes from."
-    return _heat_map("gradients", title, reading, columns, axis, kinds)
+    kinds = ("norm_growth", "norm_spike", "norm_drift", "nonfinite")
+    sampled = [record for record in records if record.tensor_norms]
+    names = names_of(sampled)
+    columns = {
+        r.step: {names.get(i, f"gradient {i}"): norm for i, norm in enumerate(r.tensor_norms)}
+        | {str(told.get("name")): _norm(told) for told in r.worst}
+        for r in records
+        if r.tensor_norms or r.worst
+    }
+    # First those of all gradients, which come in the order of the optimizer.
+    order = [name for r in sampled for name in columns[r.step]]
+    reading = (
+        "Before clipping: in each step of the largest gradients, and every hundred steps of all. Healthy rows "
+        "keep their colour; a bright row is where the norm comes from, a dark one learns nothing."
+    )
+    if any(name.startswith("gradient ") for name in order):
+        reading += " The log names the largest gradients only; others have their number in the optimizer."
+    return _heat_map("gradients", "Gradient norm by parameter", reading, columns, axis, kinds, order)
 
 
 def _norm(worst: Mapping[str, Any]) -> float:
@@ -137,8 +137,9 @@ def _heat_map(
     columns: Mapping[int, Mapping[str, float]],
     axis: Axis,
     kinds: tuple[str, ...],
+    order: Sequence[str] = (),
 ) -> HeatMap | None:
-    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    names = list(dict.fromkeys([*order, *(name for column in columns.values() for name in column)]))
     if not names:
         return None
     steps = sorted(columns)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..record import Record
+from ..runs import Run, read_run
 from .charts import all_charts
 from .head import head_of, when
 from .heat import all_heat_maps
@@ -17,50 +19,55 @@ from .page import page_of
 from .told import incidents_near, ranks_told, told_events
 
 
+Source = str | os.PathLike[str] | Run | Mapping[int, Sequence[Record]]
+
+
 def write_report(
-    records: Mapping[int, Sequence[Record]],
+    run: Source,
     output: str | os.PathLike[str],
     *,
     log: str | os.PathLike[str] | None = None,
     incidents: str | os.PathLike[str] | None = None,
-    source: str = "",
-    warnings: Sequence[str] = (),
 ) -> Path:
     """Write a run as one HTML page that needs nothing else: no network, no other file.
 
     A file that is there is replaced, when the new one is complete.
 
     Args:
-        records: of each rank, in the order of the steps, such as ``{0: monitor.records}``. A rank without
-            records, and a run without ranks, has a page that says so.
+        run: the path of a log, see :func:`fastclip.monitor.runs.read_run`; what that returns; or records by
+            rank, in the order of the steps, such as ``{0: monitor.records}``. A run without a step has a
+            page that says so.
         output: the file to write.
-        log: where the records come from, as the page is to tell; a directory is also looked through for
-            incidents.
+        log: where a run or records come from, as the page is to tell; a directory is also looked through for
+            incidents. A path given as `run` is this path.
         incidents: directory of the run's incidents; None for those in the log.
-        source: what wrote the log, as the page is to tell.
-        warnings: sentences on what was left out of the log, which the page shows.
 
     Returns:
         The path of the file.
 
     Raises:
+        LogError: the log cannot be read.
         IncidentError: `incidents` cannot be read.
+        ImportError: the log is TensorBoard's, and tensorboard is not installed.
         OSError: the file cannot be written; what was there before is still there.
     """
-    text = report_html(records, log=log, incidents=incidents, source=source, warnings=warnings)
-    return write_whole(Path(output), text)
+    return write_whole(Path(output), report_html(run, log=log, incidents=incidents))
 
 
 def report_html(
-    records: Mapping[int, Sequence[Record]],
+    run: Source,
     *,
     log: str | os.PathLike[str] | None = None,
     incidents: str | os.PathLike[str] | None = None,
-    source: str = "",
-    warnings: Sequence[str] = (),
 ) -> str:
     """The page as text: see :func:`write_report`."""
-    known = {rank: list(its) for rank, its in sorted(records.items()) if its}
+    if isinstance(run, (str, os.PathLike)):
+        log = run
+        run = read_run(run)
+    elif not isinstance(run, Run):
+        run = Run({rank: list(its) for rank, its in run.items()}, "")
+    known = {rank: its for rank, its in sorted(run.records.items()) if its}
+    run = replace(run, records=known)
     place = None if log is None else Path(log)
     saved = incidents_near(place, None if incidents is None else Path(incidents))
     events = told_events(known, saved)
@@ -68,15 +75,26 @@ def report_html(
     charts = all_charts(known, axis) if known else []
     maps = all_heat_maps(known[min(known)], axis) if known else []
     title = place.resolve().name if place is not None else "Training"
+    return page_of(title, _about(run, log), head_of(run, events), axis, charts, maps, events, saved)
+
+
+def _about(run: Run, log: str | os.PathLike[str] | None) -> list[tuple[str, str]]:
+    """(label, text) of what is known of the run, without its numbers."""
+    header = next(iter(run.headers.values()), {})
+    columns = header.get("columns")
+    read_as = "" if not isinstance(columns, dict) else ", ".join(f"{k} from {v}" for k, v in columns.items())
+    judged = "found in the log afterwards, by the default detectors" if run.judged else ""
     about = [
         ("Log", "" if log is None else str(log)),
-        ("Written by", source),
-        ("Ranks", ranks_told(known) if known else ""),
-        ("Time", when(known)),
-        *(("Note", text) for text in warnings),
+        ("Kind", run.source),
+        ("torch", str(header.get("torch", ""))),
+        ("Ranks", ranks_told(run.records) if run.records else ""),
+        ("Time", when(run.records)),
+        ("Columns", read_as),
+        ("Events", judged),
+        *(("Note", text) for text in run.warnings),
     ]
-    about = [(label, text) for label, text in about if text]
-    return page_of(title, about, head_of(known, events), axis, charts, maps, events, saved)
+    return [(label, text) for label, text in about if text]
 
 
 def write_whole(path: Path, text: str) -> Path:

@@ -43,7 +43,7 @@ class RowPlot {
     context.lineWidth = 1;
     context.textAlign = "center";
     context.textBaseline = "top";
-    for (const step of linearTicks(view.from, view.to, width / 90)) {
+    for (const step of linearTicks(view.from, view.to, width / 80)) {
       const x = view.toPixel(step, this.element);
       context.beginPath();
       context.moveTo(x, top);

@@ -12,6 +12,7 @@ class LineChart {
     this.scale = spec.scale;
     this.shown = spec.series.map((series) => !series.hidden);
     this.styles = spec.series.map(styleOf);
+    this.dashes = this.styles.map((style) => style.dash);
     this.legend = addLegend(this);
     this.overlay = addOverlay(this.element);
     addPointers(this.element, this.overlay, (x) => this.openNear(x));
@@ -49,8 +50,12 @@ class LineChart {
   }
 
   redraw() {
-    this.legend.recolour();
+    this.legend.restyle(this.dashes);
     if (this.plot) this.plot.redraw(false);
+  }
+
+  emphasize(number) {
+    this.plot?.setSeries(number === null ? null : number + 1, { focus: true });
   }
 
   // What is drawn between the steps of the view.
@@ -58,6 +63,10 @@ class LineChart {
     const slots = makeSlots(this.steps, view.from, view.to, view.width(this.element));
     const filled = this.spec.series.map((series) => fillSlots(series, slots, this.steps, this.isLog));
     this.marks = filled.map((one) => one.marks);
+    this.points = filled.map((one) => pointsOf(one.y, slots.x));
+    // Dashes of many noisy lines would be noise too.
+    const isDense = slots.x.length > 300;
+    this.dashes = this.styles.map((style, i) => (isDense && this.spec.series[i].role === "rank" ? [] : style.dash));
     return [slots.x, ...filled.map((one) => one.y)];
   }
 
@@ -68,6 +77,8 @@ class LineChart {
       this.plot = null;
     }
     const lines = this.fill();
+    this.legend.restyle(this.dashes);
+    this.plot?.series.slice(1).forEach((series, i) => { series.dash = this.dashes[i]; });
     if (this.plot) this.plot.setData(lines);
     else this.plot = new uPlot(this.options(width), lines, this.element);
   }
@@ -84,12 +95,13 @@ class LineChart {
       padding: [TOP, right, 0, 0],
       legend: { show: false },
       cursor: { show: false },
+      focus: { alpha: 0.15 },
       scales: {
         x: { time: false, range: () => [view.from, view.to] },
         y: { distr: { log: 3, counts: 4 }[this.scale] || 1, asinh: 1, range: (_, low, high) => this.range(low, high) },
       },
       axes: [
-        { ...axis, size: 26, gap: 4, splits: (_, __, low, high) => linearTicks(low, high, view.width(this.element) / 90), values: (_, ticks) => ticks.map(shownStep) },
+        { ...axis, size: 26, gap: 4, splits: (_, __, low, high) => linearTicks(low, high, view.width(this.element) / 80), values: (_, ticks) => ticks.map(shownStep) },
         { ...axis, size: left, gap: 6, splits: (_, __, low, high) => this.ticks(low, high), filter: (_, ticks) => ticks, values: (_, ticks) => ticks.map(form) },
       ],
       series: [{}, ...this.spec.series.map((series, i) => this.seriesOptions(i))],
@@ -98,8 +110,9 @@ class LineChart {
   }
 
   seriesOptions(number) {
-    const { colour, dash, width } = this.styles[number];
-    return { scale: "y", show: this.shown[number], stroke: colour, width, dash, points: { size: 4, fill: colour, space: 14 } };
+    const { colour, width } = this.styles[number];
+    const points = { show: true, size: 4, fill: colour, filter: () => this.points[number] };
+    return { scale: "y", show: this.shown[number], stroke: colour, width, dash: this.dashes[number], points };
   }
 
   ticks(low, high) {
@@ -127,6 +140,8 @@ class LineChart {
     const ratio = uPlot.pxRatio;
     context.save();
     context.font = `${10 * ratio}px system-ui, sans-serif`;
+    context.textAlign = "right";
+    context.textBaseline = "alphabetic";
     for (const [height, label] of this.spec.lines) {
       const y = plot.valToPos(height, "y", true);
       if (!(y >= box.top && y <= box.top + box.height)) continue;
@@ -137,7 +152,7 @@ class LineChart {
       context.moveTo(box.left, y);
       context.lineTo(box.left + box.width, y);
       context.stroke();
-      context.fillText(label, box.left + 4 * ratio, y - 3 * ratio);
+      context.fillText(label, box.left + box.width - 4 * ratio, y - 3 * ratio);
     }
     context.restore();
   }
@@ -201,12 +216,12 @@ class LineChart {
     const { right } = view.gutters();
     const start = box.left + box.width + 5;
     context.font = "11px system-ui, sans-serif";
+    context.textAlign = "left";
     context.textBaseline = "middle";
     for (const { number, text, y } of labels) {
-      const { colour, dash } = this.styles[number];
-      context.strokeStyle = colour();
+      context.strokeStyle = this.styles[number].colour();
       context.lineWidth = 2;
-      context.setLineDash(dash.map((length) => length / 1.5));
+      context.setLineDash(this.dashes[number].map((length) => length / 1.5));
       context.beginPath();
       context.moveTo(start, y);
       context.lineTo(start + 12, y);
@@ -222,6 +237,15 @@ class LineChart {
     const form = this.scale === "share" ? shownShare : shownNumber;
     this.legend.tell(this.spec.series.map((series) => form(valueAt(series, this.steps, at))));
   }
+}
+
+// The values that are drawn as points: all where there are few, else those without a line on either side.
+function pointsOf(y, x) {
+  const known = [];
+  for (let i = 0; i < y.length; i++) if (y[i] !== undefined && x[i] >= view.from && x[i] <= view.to) known.push(i);
+  const values = known.filter((i) => y[i] !== null);
+  if (values.length <= 40) return values;
+  return known.filter((i, place) => y[i] !== null && (y[known[place - 1]] ?? null) === null && (y[known[place + 1]] ?? null) === null);
 }
 
 // Apart from each other, each as near to its line as the others let it.

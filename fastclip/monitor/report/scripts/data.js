@@ -36,20 +36,21 @@ function lowerBound(numbers, x) {
   return low;
 }
 
-// The places in x of what will be drawn between two steps: each step where there is room, else two a column,
-// for the lowest and the highest value in it. One beyond each edge, so that lines go on to the edge.
+// The places in x of what will be drawn between two steps: each step where there is room, else four a column,
+// for the first, the lowest, the highest and the last value in it. One step beyond each edge, so that lines go
+// on to the edge.
 function makeSlots(steps, from, to, columns) {
   const first = Math.max(0, lowerBound(steps, from) - 1);
   const last = Math.min(steps.length - 1, lowerBound(steps, to));
-  if (last - first < 2 * columns) {
-    return { first, last, isExact: true, x: Array.from(steps.subarray(first, last + 1)), slot: (place) => place - first };
+  if (last - first < 4 * columns) {
+    return { first, last, size: 1, x: Array.from(steps.subarray(first, last + 1)), slot: (place) => place - first };
   }
   const start = steps[first];
   const width = (steps[last] - start) / columns;
   const x = [];
-  for (let column = 0; column < columns; column++) x.push(start + width * (column + 0.25), start + width * (column + 0.75));
-  const slot = (place) => 2 * Math.min(columns - 1, Math.floor((steps[place] - start) / width));
-  return { first, last, isExact: false, x, slot };
+  for (let quarter = 0; quarter < 4 * columns; quarter++) x.push(start + (width * (quarter + 0.5)) / 4);
+  const slot = (place) => 4 * Math.min(columns - 1, Math.floor((steps[place] - start) / width));
+  return { first, last, size: 4, x, slot };
 }
 
 function kindOf(value, isLog) {
@@ -64,39 +65,52 @@ function kindOf(value, isLog) {
 function fillSlots(series, slots, steps, isLog) {
   const { at, values, breaks } = series;
   const y = new Array(slots.x.length).fill(undefined);
-  const marks = [];
+  const found = [];
   const low = lowerBound(at, slots.first);
   const high = lowerBound(at, slots.last + 1);
   let nextBreak = lowerBound(breaks, low > 0 ? at[low - 1] + 1 : 0);
-  let open = -1; // the slot that is being filled
-  let lastUsed = -1;
+  let begun = low; // the first sample of the column that is being read
+  let free = 0; // the first slot behind what has been written
   for (let i = low; i < high; i++) {
     const slot = slots.slot(at[i]);
-    const isBroken = nextBreak < breaks.length && breaks[nextBreak] <= at[i];
-    while (nextBreak < breaks.length && breaks[nextBreak] <= at[i]) nextBreak++;
-    if (isBroken) for (let j = lastUsed + 1; j < slot; j++) y[j] = null;
-    const kind = kindOf(values[i], isLog);
-    if (kind) {
-      marks.push([steps[at[i]], kind]);
-      if (y[slot] === undefined) y[slot] = null;
-    } else if (slots.isExact || slot !== open || y[slot] === null || y[slot] === undefined) {
-      y[slot] = values[i];
-      open = slot;
-    } else {
-      // Lowest and highest of the column, in the order in which they came.
-      const second = slot + 1;
-      if (y[second] === undefined) y[second] = values[i];
-      else if (values[i] < Math.min(y[slot], y[second]) || values[i] > Math.max(y[slot], y[second])) {
-        const isLow = values[i] < Math.min(y[slot], y[second]);
-        const other = isLow ? Math.max(y[slot], y[second]) : Math.min(y[slot], y[second]);
-        y[slot] = other;
-        y[second] = values[i];
-      }
+    if (nextBreak < breaks.length && breaks[nextBreak] <= at[i]) {
+      while (nextBreak < breaks.length && breaks[nextBreak] <= at[i]) nextBreak++;
+      for (let j = free; j < slot; j++) y[j] = null;
     }
-    lastUsed = slots.isExact ? slot : slot + (y[slot + 1] === undefined ? 0 : 1);
+    if (i + 1 < high && slots.slot(at[i + 1]) === slot) continue;
+    free = slot + fillColumn(values, begun, i, slot, y, isLog, (j, kind) => found.push([steps[at[j]], kind]));
+    begun = i + 1;
   }
   continueToEdges(series, slots, steps, y, [low - 1, high - 1], isLog);
-  return { y, marks };
+  return { y, marks: found };
+}
+
+// Of the samples from `first` to `last` the first, the lowest and highest in their order, and the last. Returns
+// how many slots they took.
+function fillColumn(values, first, last, slot, y, isLog, mark) {
+  const chosen = new Set();
+  let low = -1;
+  let high = -1;
+  let end = -1;
+  for (let i = first; i <= last; i++) {
+    const kind = kindOf(values[i], isLog);
+    if (kind) {
+      mark(i, kind);
+      continue;
+    }
+    if (end < 0) chosen.add(i);
+    if (low < 0 || values[i] < values[low]) low = i;
+    if (high < 0 || values[i] > values[high]) high = i;
+    end = i;
+  }
+  if (end < 0) {
+    y[slot] = null;
+    return 1;
+  }
+  chosen.add(Math.min(low, high)).add(Math.max(low, high)).add(end);
+  let place = slot;
+  for (const i of chosen) y[place++] = values[i];
+  return place - slot;
 }
 
 // A line between two values of which one is outside goes on to the edge, although no value lies there.

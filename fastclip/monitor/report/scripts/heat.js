@@ -8,7 +8,7 @@ const RAMP = [
 ];
 
 function rampColour(share) {
-  const place = Math.min(0.9999, Math.max(0, share)) * (RAMP.length - 1);
+  const place = Math.min(0.9999, Math.max(0, share || 0)) * (RAMP.length - 1);
   const low = Math.floor(place);
   const mixed = RAMP[low].map((part, i) => Math.round(part + (place - low) * (RAMP[low + 1][i] - part)));
   return `rgb(${mixed.join(" ")})`;
@@ -43,8 +43,7 @@ class HeatChart extends RowPlot {
     const at = (share) => ordered[Math.floor(share * (ordered.length - 1))] ?? 0;
     [this.low, this.high] = [at(0.02), at(1)];
     if (!(this.high > this.low)) [this.low, this.high] = [this.low - 0.5, this.low + 0.5];
-    const gaps = Array.from(this.steps.subarray(1), (step, i) => step - this.steps[i]).sort((a, b) => a - b);
-    this.usual = gaps[gaps.length >> 1] || 1;
+    this.cells = spec.rows.map((_, row) => this.cellsOf(row));
     this.addScale();
     this.element.addEventListener("pointermove", (event) => {
       const y = event.clientY - this.element.getBoundingClientRect().top;
@@ -75,35 +74,47 @@ class HeatChart extends RowPlot {
     box.append(shownNumber(10 ** this.low), bar, shownNumber(10 ** this.high), hatched, "NaN or Inf", this.readout);
   }
 
-  // Of a column: as wide as such columns usually are, but not over the next.
-  span(column) {
-    const begin = this.steps[column];
-    const next = column + 1 < this.steps.length ? this.steps[column + 1] : Infinity;
-    return [begin, Math.min(next, begin + 1.5 * this.usual)];
+  // The measured columns of a row, each with the step up to which it is drawn: the next one, if that is not
+  // much further away than they usually are.
+  cellsOf(row) {
+    const columns = [];
+    for (let column = 0; column < this.steps.length; column++) {
+      if (this.spec.values[row * this.steps.length + column] !== -1) columns.push(column);
+    }
+    const gaps = columns.slice(1).map((column, i) => this.steps[column] - this.steps[columns[i]]);
+    const usual = gaps.slice().sort((a, b) => a - b)[Math.floor(0.9 * (gaps.length - 1))] || 1;
+    const ends = columns.map((column, i) => this.steps[column] + Math.min(gaps[i] ?? usual, 1.5 * usual));
+    return { columns, begins: Float64Array.from(columns, (column) => this.steps[column]), ends };
   }
 
   draw() {
     const context = this.begin();
     const { left, top, width, height } = this.box;
     const pattern = hatch(context);
-    const columns = this.steps.length;
     context.save();
     context.beginPath();
     context.rect(left, top, width, height);
     context.clip();
-    for (let column = Math.max(0, lowerBound(this.steps, view.from) - 1); column < columns; column++) {
-      const [from, to] = this.span(column);
-      if (from > view.to) break;
-      const x = view.toPixel(from, this.element);
-      const wide = Math.max(1.2, view.toPixel(to, this.element) - x + 0.4);
-      for (let row = 0; row < this.names.length; row++) {
-        const value = this.spec.values[row * columns + column];
-        if (value === -1) continue;
-        const isBad = !Number.isFinite(value);
-        context.fillStyle = isBad ? pattern : rampColour((this.logs[row * columns + column] - this.low) / (this.high - this.low));
-        context.fillRect(x, top + row * this.height, isBad ? Math.max(5, wide) : wide, this.height - (this.height > 10 ? 1 : 0));
+    this.cells.forEach((cells, row) => {
+      const first = row * this.steps.length;
+      const y = top + row * this.height;
+      const tall = this.height - (this.height > 10 ? 1 : 0);
+      for (let i = Math.max(0, lowerBound(cells.begins, view.from) - 1); i < cells.columns.length && cells.begins[i] <= view.to; i++) {
+        const place = first + cells.columns[i];
+        const x = view.toPixel(cells.begins[i], this.element);
+        const wide = Math.max(1.2, view.toPixel(cells.ends[i], this.element) - x + 0.4);
+        if (!Number.isFinite(this.spec.values[place])) continue;
+        context.fillStyle = rampColour((this.logs[place] - this.low) / (this.high - this.low));
+        context.fillRect(x, y, wide, tall);
       }
-    }
+    });
+    // Over the others, and wide enough to be seen.
+    context.fillStyle = pattern;
+    this.cells.forEach((cells, row) => cells.columns.forEach((column, i) => {
+      if (Number.isFinite(this.spec.values[row * this.steps.length + column])) return;
+      const x = view.toPixel(cells.begins[i], this.element);
+      context.fillRect(x, top + row * this.height, Math.max(6, view.toPixel(cells.ends[i], this.element) - x), this.height);
+    }));
     context.restore();
     for (const { x, row } of marks.spaced(marks.shown(this.spec.kinds), this.element)) drawEventShape(context, row[2], x, 8, 5);
     this.drawNames(context);
@@ -115,7 +126,7 @@ class HeatChart extends RowPlot {
     context.fillStyle = theme.colour("muted");
     context.textAlign = "center";
     context.textBaseline = "top";
-    for (const step of linearTicks(view.from, view.to, width / 90)) {
+    for (const step of linearTicks(view.from, view.to, width / 80)) {
       context.fillText(shownStep(step), Math.min(view.toPixel(step, this.element), left + width + 20), top + height + 7);
     }
     context.textAlign = "left";
@@ -129,13 +140,14 @@ class HeatChart extends RowPlot {
 
   showCursor(step) {
     super.showCursor(step);
-    const column = step === null ? -1 : lowerBound(this.steps, step + 1e-9) - 1;
     const name = this.names[this.row];
-    if (column < 0 || name === undefined) {
+    const cells = this.cells[this.row];
+    const cell = step === null || !cells ? -1 : lowerBound(cells.begins, step + 1e-9) - 1;
+    if (cell < 0) {
       this.readout.textContent = "";
       return;
     }
-    const value = this.spec.values[this.row * this.steps.length + column];
-    this.readout.textContent = `${name}, step ${shownStep(this.steps[column])}: ${value === -1 ? "not measured" : shownNumber(value)}`;
+    const value = this.spec.values[this.row * this.steps.length + cells.columns[cell]];
+    this.readout.textContent = `${name}, step ${shownStep(cells.begins[cell])}: ${shownNumber(value)}`;
   }
 }

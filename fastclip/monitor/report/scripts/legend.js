@@ -6,8 +6,11 @@ function lineSample(style) {
   const line = svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "line"));
   for (const [name, value] of Object.entries({ width: 26, height: 10, "aria-hidden": "true" })) svg.setAttribute(name, value);
   for (const [name, value] of Object.entries({ x1: 0, y1: 5, x2: 26, y2: 5, "stroke-width": Math.max(1.6, style.width) })) line.setAttribute(name, value);
-  line.setAttribute("stroke-dasharray", style.dash.join(" "));
-  return { svg, recolour: () => line.setAttribute("stroke", style.colour()) };
+  const restyle = (dash) => {
+    line.setAttribute("stroke", style.colour());
+    line.setAttribute("stroke-dasharray", dash.join(" "));
+  };
+  return { svg, restyle };
 }
 
 function addLegend(chart) {
@@ -29,11 +32,16 @@ function addLegend(chart) {
       button.setAttribute("aria-pressed", String(chart.shown[number]));
       chart.plot?.setSeries(number + 1, { show: chart.shown[number] });
     });
+    // The line of the button that is pointed at, or has the focus, stands out.
+    for (const [on, off] of [["pointerenter", "pointerleave"], ["focus", "blur"]]) {
+      button.addEventListener(on, () => chart.emphasize(number));
+      button.addEventListener(off, () => chart.emphasize(null));
+    }
     box.append(button);
     outputs.push(value);
     samples.push(sample);
   });
-  const recolour = () => samples.forEach((sample) => sample.recolour());
-  recolour();
-  return { recolour, tell: (texts) => texts.forEach((text, i) => { outputs[i].textContent = text; }) };
+  const restyle = (dashes) => samples.forEach((sample, i) => sample.restyle(dashes[i]));
+  restyle(chart.styles.map((style) => style.dash));
+  return { restyle, tell: (texts) => texts.forEach((text, i) => { outputs[i].textContent = text; }) };
 }

@@ -50,8 +50,10 @@ const theme = {
 
 // How a series is drawn, by its role and its number in the chart.
 function styleOf(series, number) {
-  const colour = () => theme.colour({ limit: "limit", faint: "faint" }[series.role] || `line-${number % 8}`);
-  const dash = { limit: [10, 5], main: DASHES[number % 8], rank: DASHES[number % 8], guide: DASHES[number % 2] }[series.role] || [];
-  const width = { faint: 1, rank: 1.2, limit: 1.6, guide: 1.8, main: 1.8 }[series.role];
-  return { colour, dash, width };
+  const { role } = series;
+  const guide = Math.max(0, number - 1);
+  const name = { limit: "limit", faint: "faint", guide: `line-${2 * (guide % 4)}` }[role] || `line-${number % 8}`;
+  const dash = { limit: [10, 5], main: DASHES[number % 8], rank: DASHES[number % 8], guide: DASHES[guide % 2] }[role] || [];
+  const width = { faint: 1, rank: 1.2, limit: 1.6 }[role] || 1.8;
+  return { colour: () => theme.colour(name), dash, width };
 }

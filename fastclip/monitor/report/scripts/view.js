@@ -15,6 +15,7 @@ const view = {
 
   init(steps) {
     const pad = Math.max(0.5, 0.004 * (steps[steps.length - 1] - steps[0]));
+    [this.first, this.last] = [steps[0], steps[steps.length - 1]];
     [this.start, this.end] = [steps[0] - pad, steps[steps.length - 1] + pad];
     [this.from, this.to] = [this.start, this.end];
     this.seen = new Set();
@@ -36,7 +37,7 @@ const view = {
 
   // Room beside the plots, the same for all, so that a step is below itself.
   gutters() {
-    return innerWidth < 600 ? { left: 46, right: 58 } : { left: 60, right: 122 };
+    return innerWidth < 600 ? { left: 46, right: 68 } : { left: 60, right: 122 };
   },
 
   width(element) {
@@ -82,9 +83,9 @@ const view = {
   },
 
   tell() {
-    const [from, to] = [Math.max(this.from, this.start), Math.min(this.to, this.end)].map(Math.round);
+    const [from, to] = [Math.max(this.from, this.first), Math.min(this.to, this.last)];
     const at = this.cursor === null ? "" : `, cursor at ${shownStep(this.cursor)}`;
-    document.getElementById("range").textContent = `steps ${shownStep(Math.max(0, from))} to ${shownStep(to)}${at}`;
+    document.getElementById("range").textContent = `steps ${shownStep(from)} to ${shownStep(to)}${at}`;
   },
 
   // Charts off the screen are drawn when they come into sight.
