@@ -14,19 +14,20 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
+from fastclip.bench.machine import is_busy
+from fastclip.bench.timing import Bandwidth, Times
+from fastclip.bench.workloads import DTYPES, SMOKE, WORKLOADS
+
 from . import bars, compiled, machine, overhead, phases, report, rows
 from .bars import Verdict
 from .compiled import Comparison
 from .phases import PhaseRow
 from .rows import Row
-from .timing import Bandwidth, Times
-from .workloads import DTYPES, SMOKE, WORKLOADS
 
 TABLES = ("clip", "embedding", "phase", "compiled", "overhead")
 
 _T = TypeVar("_T")
 
-_QUIET_LOAD = 0.5
 _BUSY = "OTHER PROCESSES WERE RUNNING (see load): neither a bar reached nor a bar missed is evidence here."
 
 
@@ -155,7 +156,7 @@ def _grids(results: Results) -> list[report.Grid]:
 def main() -> int:
     """Returns the exit status: 1 if a result was wrong, or, with --strict, if a bar was not reached."""
     options = _parse()
-    before, busy = machine.describe(), (machine.load() or 0.0) > _QUIET_LOAD
+    before, busy = machine.describe(), is_busy()
     results = _measure(options)
     grids = _grids(results)
     if busy:

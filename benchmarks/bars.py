@@ -24,9 +24,6 @@ RATIO: dict[tuple[str, str, bool], float] = {
 # (workload, dtype, clipped) -> share of the read bandwidth measured beside it.
 READ_SHARE: dict[tuple[str, str, bool], float] = {("gpt2_124m", "float32", False): 0.80}
 
-# Relative error of the norm, every row. A row beyond it prints no time at all.
-NORM_ERROR = 1e-6
-
 # Time for the embedding gradient of which 99 % is zero over the time for a dense one: no slower. Two
 # measurements of the very same thing differ by a few percent, hence the allowance.
 ZERO_OVER_DENSE = 1.0

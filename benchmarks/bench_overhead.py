@@ -8,10 +8,10 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import fastclip
+from fastclip.bench.timing import MIN_PAIRS
+from fastclip.bench.workloads import SMOKE
 
 from . import bars, overhead
-from .timing import MIN_PAIRS
-from .workloads import SMOKE
 
 CLIPS = {"torch": torch.nn.utils.clip_grad_norm_, "fastclip": fastclip.clip_grad_norm_}
 

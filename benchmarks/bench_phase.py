@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from . import collectives, monitoring, parity, phases, sharded
-from .machine import available_memory
-from .timing import MIN_PAIRS
-from .workloads import SMOKE, WORKLOADS, Gradients
+from fastclip.bench import parity
+from fastclip.bench.machine import available_memory
+from fastclip.bench.timing import MIN_PAIRS
+from fastclip.bench.workloads import SMOKE, WORKLOADS, Gradients
+
+from . import collectives, monitoring, phases, sharded
 
 
 @pytest.mark.parametrize("name", ["torch", "fastclip"])
@@ -18,7 +20,7 @@ def test_phase(benchmark: BenchmarkFixture, setting: phases.Setting, name: str) 
     workload = WORKLOADS[setting.workload]
     if 8 * workload.nbytes(setting.dtype) > available_memory():
         pytest.skip("not enough memory")
-    gradients = Gradients(workload, setting.dtype)
+    gradients = Gradients.of(workload, setting.dtype)
     exact = parity.exact_norm(gradients.saved)
     phase = phases.Phase(setting, gradients.parameters, gradients.saved, exact)
     phase.check()

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import fastclip
-
-from .timing import CALLS_IN_CACHE, Times, alternate
-from .workloads import SMOKE, WORKLOADS, Gradients
+from fastclip.bench.timing import CALLS_IN_CACHE, Times, alternate
+from fastclip.bench.workloads import SMOKE, WORKLOADS, Gradients
 
 WORKLOADS_TO_COMPILE = ("mid_150", "one_1m")  # torch.compile unrolls the list of gradients
 DTYPES = ("float32", "bfloat16")
@@ -41,7 +40,7 @@ def _compile(function: Callable) -> Callable:
 
 def _clipping(workload: str, dtype: str) -> list[Comparison]:
     torch._dynamo.reset()
-    gradients = Gradients(WORKLOADS[workload], dtype)
+    gradients = Gradients.of(WORKLOADS[workload], dtype)
     theirs, ours = _compile(torch.nn.utils.clip_grad_norm_), _compile(fastclip.clip_grad_norm_)
 
     def call(clip: Clip) -> Callable[[], Tensor]:

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 
 import fastclip
+from fastclip.bench.workloads import SMOKE
 from fastclip.demo.character_model import FULL, QUICK, CharacterModel, Corpus
 from fastclip.monitor.weights import EARLY, is_due
 
 from . import machine
-from .workloads import SMOKE
 
 MAX_NORM = 1.5  # as in the demo
 STEPS = 4 if SMOKE else 300

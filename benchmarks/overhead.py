@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 import fastclip
-
-from .machine import status_bytes
-from .timing import CALLS_IN_CACHE, Times, alternate
-from .workloads import SMOKE, Gradients, Workload
+from fastclip.bench.machine import status_bytes
+from fastclip.bench.timing import CALLS_IN_CACHE, Times, alternate
+from fastclip.bench.workloads import SMOKE, Gradients, Workload
 
 _ROOT = Path(__file__).parent.parent
 
@@ -33,7 +32,7 @@ _TENSORS = 16
 
 def tiny(count: int) -> Gradients:
     """So little work that nearly all of a call is its fixed cost."""
-    return Gradients(Workload(f"{count} x {_TINY}", ((_TINY,),) * count), "float32")
+    return Gradients.of(Workload(f"{count} x {_TINY}", ((_TINY,),) * count), "float32")
 
 
 def host_cost(count: int) -> tuple[Times, Times]:

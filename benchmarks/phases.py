@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 import fastclip
+from fastclip.bench import parity
+from fastclip.bench.machine import available_memory
+from fastclip.bench.rows import limit_of
+from fastclip.bench.timing import Times, alternate
+from fastclip.bench.workloads import SMOKE, WORKLOADS, Gradients
 
-from . import bars, parity
+from . import bars
 from .bars import Verdict
-from .machine import available_memory
-from .rows import limit_of
-from .timing import Times, alternate
-from .workloads import SMOKE, WORKLOADS, Gradients
 
 _LR = 1e-3
 _SCALE = 2.0**10
@@ -187,7 +188,7 @@ def measure(setting: Setting) -> PhaseRow:
     if _COPIES * row.nbytes > available_memory():
         row.note = "skipped: not enough memory"
         return row
-    gradients = Gradients(workload, setting.dtype)
+    gradients = Gradients.of(workload, setting.dtype)
     for parameter in gradients.parameters:
         parameter.data.normal_(std=0.02)
     exact = parity.exact_norm(gradients.saved)

@@ -10,12 +10,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fastclip.bench.table import number
+from fastclip.bench.timing import Times
+
 from . import bars, overhead
 from .bars import Verdict
 from .compiled import Comparison
 from .phases import PhaseRow, bytes_moved
 from .rows import Row
-from .timing import Times
 
 # What a pipe or a file gets; every table fits.
 _WIDTH = 120
@@ -31,13 +33,6 @@ class Grid:
     labels: int  # columns that are text, set to the left; numbers follow
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-
-def number(value: float | None) -> str:
-    """Three digits or more, never an exponent."""
-    if value is None:
-        return "-"
-    return f"{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def _giga(value: float | None) -> str:

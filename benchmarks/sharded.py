@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastclip
-
-from .workloads import SMOKE
+from fastclip.bench.workloads import SMOKE
 
 BAR = 5.0
 COUNTS = (10, 20) if SMOKE else (400, 2000)

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import torch
 
+from fastclip.bench.workloads import SMOKE, Shapes, gpt2
+
 from ..phases import Phase, Setting, bytes_moved, settings
-from ..workloads import SMOKE, Shapes, _gpt2
 from .rows import Workload, exact_norm, make_parameters
 from .timing import Device, in_turns
 
 _SHAPES: dict[str, Shapes] = (
     {"smoke": ((1000,), (70_000,), (0,))}
     if SMOKE
-    else {"gpt2_124m": _gpt2(50257, 1024, 768, 12), "2000 x 4096": ((4096,),) * 2000}
+    else {"gpt2_124m": gpt2(50257, 1024, 768, 12), "2000 x 4096": ((4096,),) * 2000}
 )
 HEADER = ["workload", "scaled", "clipped", "torch, ms", "fastclip, ms", "ratio", "GB, torch / fastclip"]
 

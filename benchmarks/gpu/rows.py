@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fastclip
 from fastclip.backends import native, triton
+from fastclip.bench.workloads import SMOKE, Shapes, gpt2, llama
 
-from ..workloads import SMOKE, Shapes, _gpt2, _llama
 from .timing import Device, copy_bandwidth, in_turns
 
 UNCLIPPED, CLIPPED = 1e9, 1e-3
@@ -38,11 +38,11 @@ def workloads() -> list[Workload]:
     if SMOKE:
         return [Workload("smoke", ((1000,), (70_000,), (0,)), bfloat16, 2.7, 1.15, 8, 0.9)]
     return [
-        Workload("llama_1b", _llama(32000, 2048, 256, 5632, 22), bfloat16, 2.7, 1.15, bandwidth=0.9),
+        Workload("llama_1b", llama(32000, 2048, 256, 5632, 22), bfloat16, 2.7, 1.15, bandwidth=0.9),
         Workload("one_huge_1e9", ((1_000_000_000,),), bfloat16, 2.7, 1.15, bandwidth=0.9),
-        Workload("llama_1b", _llama(32000, 2048, 256, 5632, 22), float32),
-        Workload("gpt2_124m", _gpt2(50257, 1024, 768, 12), bfloat16),
-        Workload("gpt2_124m", _gpt2(50257, 1024, 768, 12), float32),
+        Workload("llama_1b", llama(32000, 2048, 256, 5632, 22), float32),
+        Workload("gpt2_124m", gpt2(50257, 1024, 768, 12), bfloat16),
+        Workload("gpt2_124m", gpt2(50257, 1024, 768, 12), float32),
         Workload("many_tiny 5000 x 64", ((64,),) * 5000, float32, end_to_end=8),
         Workload("2000 x 4096", ((4096,),) * 2000, bfloat16),
         Workload("150 x 4096", ((4096,),) * 150, float32),

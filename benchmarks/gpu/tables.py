@@ -8,7 +8,8 @@ import sys
 
 import torch
 
-from ..workloads import SMOKE
+from fastclip.bench.workloads import SMOKE
+
 from . import phases
 from .rows import Row, measure, measure_ops, workloads
 from .timing import Device

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from ..monitor.evidence.incident import IncidentError
 from ..monitor.sinks import LogError
-from . import demo, diagnose, doctor, incidents, recommend, replay, show
+from . import bench, demo, diagnose, doctor, incidents, lint, recommend, replay, report, show
 
-_COMMANDS = (doctor, demo, diagnose, recommend, incidents, show, replay)
+_COMMANDS = (doctor, demo, bench, lint, diagnose, recommend, report, incidents, show, replay)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

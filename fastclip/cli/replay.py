@@ -17,11 +17,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
-from typing import Any
 
 from ..monitor.evidence.replay import ReplayError, replay
-from ..monitor.evidence.subject import told
+from .building import function_named, importable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        with _importable(os.getcwd()), _progress() as progress:
+        with importable(os.getcwd()), _progress() as progress:
             result = replay(
                 options.incident,
-                _function(options.build),
+                function_named(options.build),
                 rank=options.rank,
                 steps="all" if options.steps == "all" else 1,
                 variants=not options.no_variants,
@@ -60,34 +58,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"fastclip: {error}", file=sys.stderr)
         return 2
     return 0 if result.reproduced else 1
-
-
-def _function(text: str) -> Callable[[], Any]:
-    """Raises ReplayError if it cannot be imported or called."""
-    module_name, _, name = text.partition(":")
-    if not module_name or not name:
-        raise ReplayError(f"expected MODULE:FUNCTION such as train:build, but got {text!r}")
-    try:
-        function = attrgetter(name)(importlib.import_module(module_name))
-    except ModuleNotFoundError as error:
-        raise ReplayError(f"{text}: there is no module {error.name!r}") from error
-    except AttributeError as error:
-        raise ReplayError(f"{text}: {error}") from error
-    except Exception as error:
-        raise ReplayError(f"{text}: importing it raised {told(error)}") from error
-    if not callable(function):
-        raise ReplayError(f"{text}: expected a function, but got {type(function).__name__}")
-    return function
-
-
-@contextmanager
-def _importable(directory: str) -> Iterator[None]:
-    before = list(sys.path)
-    sys.path.insert(0, directory)
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 @contextmanager

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Shapes = tuple[tuple[int, ...], ...]
 
 SMOKE = os.environ.get("FASTCLIP_BENCH_SMOKE", "") not in ("", "0")
+CPU = torch.device("cpu")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Far above the smallest float16, far below values whose squares overflow: no dtype meets its limits.
@@ -37,14 +39,16 @@ class Workload:
         return self.numel * getattr(torch, dtype).itemsize
 
 
-def _gpt2(vocab: int, context: int, width: int, layers: int) -> Shapes:
+def gpt2(vocab: int, context: int, width: int, layers: int) -> Shapes:
+    """The shapes of a GPT-2."""
     norm = ((width,), (width,))
     attention = ((3 * width, width), (3 * width,), (width, width), (width,))
     mlp = ((4 * width, width), (4 * width,), (width, 4 * width), (width,))
     return ((vocab, width), (context, width), *(norm + attention + norm + mlp) * layers, *norm)
 
 
-def _llama(vocab: int, width: int, key_value: int, mlp: int, layers: int) -> Shapes:
+def llama(vocab: int, width: int, key_value: int, mlp: int, layers: int) -> Shapes:
+    """The shapes of a Llama."""
     attention = ((width, width), (key_value, width), (key_value, width), (width, width))
     block = (*attention, (mlp, width), (mlp, width), (width, mlp), (width,), (width,))
     return ((vocab, width), *block * layers, (width,), (vocab, width))
@@ -53,11 +57,11 @@ def _llama(vocab: int, width: int, key_value: int, mlp: int, layers: int) -> Sha
 def _workloads(smoke: bool) -> tuple[Workload, ...]:
     embedding = ((300, 256),) if smoke else ((50257, 768),)
     return (
-        Workload("gpt2_124m", _gpt2(500, 64, 64, 2) if smoke else _gpt2(50257, 1024, 768, 12)),
+        Workload("gpt2_124m", gpt2(500, 64, 64, 2) if smoke else gpt2(50257, 1024, 768, 12)),
         # The shapes of TinyLlama-1.1B; float32 gradients and their copies would need 9 GB.
         Workload(
             "llama_1b",
-            _llama(500, 64, 16, 176, 2) if smoke else _llama(32000, 2048, 256, 5632, 22),
+            llama(500, 64, 16, 176, 2) if smoke else llama(32000, 2048, 256, 5632, 22),
             dtypes=("bfloat16",),
         ),
         Workload("many_tiny", ((64,),) * (100 if smoke else 5000)),
@@ -73,26 +77,45 @@ WORKLOADS = {workload.name: workload for workload in _workloads(SMOKE)}
 
 
 class Gradients:
-    """Parameters with gradients, and a copy that brings the gradients back after they were clipped."""
+    """Parameters with gradients, and a copy that brings the gradients back after they were clipped.
 
-    def __init__(self, workload: Workload, dtype: str) -> None:
-        generator = torch.Generator().manual_seed(_SEED)
-        self.workload = workload
-        self.parameters: list[torch.nn.Parameter] = []
-        for shape in workload.shapes:
-            parameter = torch.nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype)))
+    Args:
+        parameters: any, on any devices. What they have as gradients is replaced.
+        zero_rows: the share of the rows of each that is zero.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], zero_rows: float = 0.0) -> None:
+        self.parameters = list(parameters)
+        generators: dict[torch.device, torch.Generator] = {}
+        for parameter in self.parameters:
+            device = parameter.device
+            if device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(_SEED)
+            generator = generators[device]
             grad = torch.empty_like(parameter.data).normal_(std=_GRAD_STD, generator=generator)
-            if workload.zero_rows:
+            if zero_rows:
                 # Written, not left as the system hands it out: untouched pages all share one in the cache.
-                order = torch.randperm(shape[0], generator=generator)
-                grad[order[: round(shape[0] * workload.zero_rows)]] = 0
+                order = torch.randperm(len(grad), generator=generator, device=device)
+                grad[order[: round(len(grad) * zero_rows)]] = 0
             parameter.grad = grad
-            self.parameters.append(parameter)
         self.saved: list[Tensor] = [grad.clone() for grad in self.grads]
+
+    @classmethod
+    def of(cls, workload: Workload, dtype: str, device: torch.device | str = "cpu") -> Gradients:
+        """Those of a workload."""
+        made = (
+            nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
+            for shape in workload.shapes
+        )
+        return cls(made, workload.zero_rows)
 
     @property
     def grads(self) -> list[Tensor]:
         return [grad for parameter in self.parameters if (grad := parameter.grad) is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(grad.nbytes for grad in self.saved)
 
     def restore(self) -> None:
         torch._foreach_copy_(self.grads, self.saved)
