@@ -16,15 +16,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "loss": (
         *("loss", "train_loss", "training_loss", "loss_train", "train_loss_step", "loss_step", "step_loss"),
         *("batch_loss", "train_step_loss", "train_train_loss", "lm_loss", "train_lm_loss"),
-        *(
-            "lm_loss_training_lm_loss",
-            "train_total_loss",
-            "total_loss",
-            "train_ce_loss",
-            "ce_loss",
-            "nll_loss",
-        ),
-        *("train_samples_train_loss", "losses_train", "train_loss_epoch", "loss_epoch"),
+        *("lm_loss_training_lm_loss", "train_total_loss", "total_loss", "train_ce_loss", "ce_loss"),
+        *("nll_loss", "train_samples_train_loss", "losses_train", "train_loss_epoch", "loss_epoch"),
         "train_epoch_loss",
     ),
     "total_norm": (

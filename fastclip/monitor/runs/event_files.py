@@ -16,13 +16,11 @@ from ..record import Record
 from ..sinks import LogError
 from . import tags
 from .columns import USABLE, choose, field_of, told
-from .files import names_of
 from .steps import complete, repeats_told, unix_time
 
 _VERSION = b"brain.Event:"  # stands in the first event of every file
 _FRAME = 16  # bytes round each event: its length and two checksums
 _PEEK = 2000  # events that tell whether a file is of a training
-_MOST_FOLDERS = 100
 
 
 def is_event_file(head: bytes) -> bool:
@@ -34,25 +32,9 @@ def event_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if "tfevents" in path.name and path.is_file())
 
 
-def run_below(directory: Path, warnings: list[str]) -> list[Path]:
-    """The event files of the only run in the subdirectories; none if there is no such file at all.
-
-    Raises:
-        LogError: there are several runs, which it names.
-    """
-    folders = sorted({path.parent for path in directory.rglob("*tfevents*") if path.is_file()})
-    if len(folders) > _MOST_FOLDERS:
-        raise LogError(f"{directory}: expected one run, but got {len(folders)} directories of event files")
-    runs = [folder for folder in folders if any(map(_is_of_training, event_files(folder)))]
-    if len(runs) > 1:
-        raise LogError(f"{directory}: expected one run, but got several: {names_of(runs, directory)}")
-    if not runs and folders:
-        raise LogError(
-            f"{directory}: the event files in {names_of(folders, directory)} hold no loss or gradient norm"
-        )
-    if runs:
-        warnings.append(f"{directory}: the run in {names_of(runs, directory)} was read")
-    return event_files(runs[0]) if runs else []
+def is_of_training(directory: Path) -> bool:
+    """Whether the event files in a directory hold numbers of a training, and not only its settings."""
+    return any(map(_is_of_training, event_files(directory)))
 
 
 def read_event_files(files: list[Path], warnings: list[str]) -> tuple[list[Record], dict[str, Any], bool]:
@@ -66,13 +48,13 @@ def read_event_files(files: list[Path], warnings: list[str]) -> tuple[list[Recor
     for file in files:
         for event in _events(file, warnings):
             series.take(event)
-    if series.repeated:
-        warnings.append(repeats_told(files[0].parent, len(series.repeated)))
     if tags.MARKS & set(series.scalars):
+        _tell_repeats(files, series, "gradient/nan_count", warnings)
         return _own(series)
     chosen = choose(series.scalars)
     if not any(field in chosen for field in USABLE):
         raise LogError(f"{files[0]}: {told(series.scalars)}")
+    _tell_repeats(files, series, next(chosen[field][0] for field in USABLE if field in chosen), warnings)
     records: dict[int, Record] = {}
     for field, its in chosen.items():
         for tag in its if field not in ("step", "time") else ():
@@ -88,6 +70,11 @@ def read_event_files(files: list[Path], warnings: list[str]) -> tuple[list[Recor
     return found, {field: its[0] if len(its) == 1 else its for field, its in chosen.items()}, False
 
 
+def _tell_repeats(files: list[Path], series: _Series, tag: str, warnings: list[str]) -> None:
+    if count := len(series.repeated.get(tag, ())):
+        warnings.append(repeats_told(files[0].parent, count))
+
+
 class _Series:
     """Numbers by tag and step; of a step that comes again the one that was written last."""
 
@@ -95,7 +82,7 @@ class _Series:
         self.scalars: dict[str, dict[int, float]] = {}
         self.texts: dict[int, str] = {}
         self.times: dict[int, float] = {}
-        self.repeated: set[int] = set()
+        self.repeated: dict[str, set[int]] = {}
 
     def take(self, event: Any) -> None:
         if event.HasField("session_log") and event.session_log.status == event.session_log.START:
@@ -106,7 +93,7 @@ class _Series:
             elif (number := _number(value)) is not None:
                 its = self.scalars.setdefault(value.tag, {})
                 if event.step in its:
-                    self.repeated.add(event.step)
+                    self.repeated.setdefault(value.tag, set()).add(event.step)
                 its[event.step] = number
                 self.times.setdefault(event.step, unix_time(event.wall_time))
 

@@ -90,6 +90,24 @@ def _unreadable(path: Path, error: OSError | zlib.error) -> LogError:
     return LogError(f"{path}: {getattr(error, 'strerror', None) or error}")
 
 
+def folders_below(directory: Path, depth: int = 3, most: int = 10_000) -> list[Path]:
+    """The subdirectories, down to a depth, but for hidden ones.
+
+    Raises:
+        LogError: there are more than `most`, as below the root of a disk.
+    """
+    found: list[Path] = []
+    level = [directory]
+    for _ in range(depth):
+        level = [p for path in level for p in sorted(path.iterdir()) if p.is_dir() and p.name[0] != "."]
+        found += level
+        if len(found) > most:
+            raise LogError(
+                f"{directory}: expected the directory of a log, but got one with {most} others in it"
+            )
+    return found
+
+
 def names_of(paths: list[Path], base: Path, most: int = 8) -> str:
     """Relative to a directory, for a message."""
     shown = [os.fspath(path.relative_to(base)) for path in paths[:most]]

@@ -83,27 +83,22 @@ def _told(event: Event, stride: int, counted: bool) -> str:
 
 def _infer_overflows(records: Sequence[Record]) -> None:
     """A loss scale that falls tells that a scaler has left a step out: the one whose norm is not finite, of
-    the two records between which it falls; the scale is logged before the step or after it.
+    the two records between which it falls. Whether the scale is logged before a step or after it, the norms
+    of all falls tell together.
     """
     if any(r.overflows for r in records):
         return  # they were counted
-    overflows = 0
     scaled = [r for r in records if r.loss_scale is not None]
-    last: Record | None = None
+    falls = [(a, b) for a, b in pairwise(scaled) if (b.loss_scale or 0.0) < (a.loss_scale or 0.0)]
+    before = sum(_norm_is_bad(a) for a, _ in falls) > sum(_norm_is_bad(b) for _, b in falls)
+    for pair in falls:
+        first, second = pair if before else pair[::-1]
+        bad = first if _norm_is_bad(first) else second if _norm_is_bad(second) else pair[1]
+        bad.applied = False
+    overflows = 0
     for record in scaled:
-        if last is not None and _scale(record) < _scale(last):
-            overflows += 1
-            bad = next((r for r in (record, last) if _norm_is_bad(r)), record)
-            bad.applied = False
-            # The detector counts an overflow where the number of them rises.
-            if bad is last:
-                last.overflows = overflows
+        overflows += record.applied is False
         record.overflows = overflows
-        last = record
-
-
-def _scale(record: Record) -> float:
-    return math.nan if record.loss_scale is None else record.loss_scale
 
 
 def _norm_is_bad(record: Record) -> bool:

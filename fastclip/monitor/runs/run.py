@@ -15,7 +15,7 @@ from ..record import Record
 from ..sinks import LogError
 from ..sinks.jsonl import VERSION_KEY, is_log_name, log_files
 from . import event_files, tables, trainer_state
-from .files import head_of, names_of
+from .files import folders_below, head_of, names_of
 from .judge import judge, stride_of
 from .own import read_own
 
@@ -67,12 +67,14 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             raise LogError(f"{error.filename or path}: {error.strerror or error}") from None
         if run.judged:
             for records in run.records.values():
-                judge(records, counted="nan_count" in next(iter(run.headers.values()), {}).get("columns", {}))
+                judge(records, counted="nan_count" in run.headers[0].get("columns", {}))
+                if run.source.endswith(trainer_state.NAME):
+                    trainer_state.tell_zeros(records)
     first = run.records[min(run.records)] if run.records else []
     run.stride = stride_of(first)
     if run.stride > 1 and run.judged:
         run.warnings.append(
-            f"{path}: holds every {run.stride}th step or so: trends are judged from what was logged only"
+            f"{path}: about {run.stride} steps lie between two records: events are those of the records"
         )
     return run
 
@@ -104,15 +106,28 @@ def _read_directory(path: Path) -> Run:
         raise LogError(f"{path}: expected one log, but got several: {names_of(found, path)}")
     if found:
         return _read_file(found[0])
-    warnings: list[str] = []
-    if files := event_files.run_below(path, warnings):
-        return _events(files, warnings)
-    below = sorted(p for p in path.iterdir() if p.is_dir() and log_files(p))
-    hint = f", but several in {names_of(below, path)}" if below else ", but found none"
-    raise LogError(
-        f"{path}: expected a directory with a file such as trainer_state.json, metrics.csv, "
-        f"events.out.tfevents... or rank00000.jsonl{hint}"
-    )
+    return _below(path)
+
+
+def _below(path: Path) -> Run:
+    """The only run in the subdirectories."""
+    runs = [folder for folder in folders_below(path) if _holds_run(folder)]
+    if len(runs) > 1:
+        raise LogError(f"{path}: expected one run, but got several: {names_of(runs, path)}")
+    if not runs:
+        raise LogError(
+            f"{path}: expected a directory with a file such as trainer_state.json, metrics.csv, "
+            "events.out.tfevents... or rank00000.jsonl, but found none"
+        )
+    run = _read_directory(runs[0])
+    run.warnings.append(f"{path}: the run in {names_of(runs, path)} was read")
+    return run
+
+
+def _holds_run(folder: Path) -> bool:
+    if log_files(folder) or (folder / "metrics.csv").is_file():
+        return True
+    return event_files.is_of_training(folder)
 
 
 def _read_file(path: Path) -> Run:

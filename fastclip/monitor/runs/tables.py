@@ -75,6 +75,7 @@ def read_csv(path: Path, warnings: list[str]) -> Table:
         raise LogError(f"{path}:{number}: {told(columns)}")
     if twice := {c for c in columns if columns.count(c) > 1 and field_of(c) in USABLE}:
         raise LogError(f"{path}:{number}: expected one run, but got several columns {sorted(twice)[0]!r}")
+    table.add("", ((column, None) for column in columns))  # known, even if no row follows
     for number, line in lines:
         cells = _cells(path, number, line, separator)
         if len(cells) != len(columns):

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..record import Record
+from ..record import Event, Record
 from ..sinks import LogError
 from .numbers import number_of, shown, step_of
 from .steps import Steps, repeats_told
@@ -17,6 +18,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FIELDS = {"loss": "loss", "grad_norm": "total_norm", "learning_rate": "lr"}
 # An entry of training has one of these; that of an evaluation, and the last one of a run, have neither.
 _TRAINING = ("loss", "grad_norm")
+_ZEROS = 3  # at the end, one after the other
 _HEADER = ("global_step", "max_steps", "logging_steps", "num_train_epochs", "train_batch_size", "epoch")
 
 
@@ -62,3 +64,16 @@ def records_of(path: Path, state: dict[str, Any], warnings: list[str]) -> tuple[
     if steps.repeated:
         warnings.append(repeats_told(path, steps.repeated))
     return steps.records(), {key: state[key] for key in _HEADER if key in state}
+
+
+def tell_zeros(records: Sequence[Record]) -> None:
+    """Add an event where the loss turns into 0 for good: for a loss that is NaN the Trainer logs 0, by its
+    logging_nan_inf_filter. Finite gradient norms beside it show that it is 0 indeed.
+    """
+    known = [r for r in records if r.loss is not None]
+    first = next((i for i in range(len(known), 0, -1) if known[i - 1].loss), 0)
+    zeros = known[first:]
+    if not first or len(zeros) < _ZEROS or any(r.total_norm is not None for r in zeros):
+        return
+    text = f"the loss is logged as 0 from here on, after {known[first - 1].loss:.4g}: so the Trainer logs NaN"
+    zeros[0].events.append(Event("nonfinite", zeros[0].step, "warning", text))

@@ -37,8 +37,8 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        times = "once, " if self.count == 1 else f"{self.count} times, first "
-        return f"{self.severity}: {self.kind}: {times}in step {self.step}: {self.message}"
+        told = f"told {self.count} times, first " if self.count > 1 else ""
+        return f"{self.severity}: {self.kind}: {told}in step {self.step}: {self.message}"
 
 
 @dataclass
