@@ -45,7 +45,10 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=7e-4)
         self.warmup = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.02, total_iters=50)
         self.clip = clip
-        self.losses, self.norms, self.clip_seconds, self.step_seconds = ([] for _ in range(4))
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.clip_seconds: list[float] = []
+        self.step_seconds: list[float] = []
 
     def step(self, batch: Batch) -> None:
         begin = time.perf_counter()
