@@ -42,8 +42,8 @@ def _linted(log: str, quiet: bool) -> dict[str, Any]:
         return {"log": log, "verdict": "unreadable", "status": EMPTY, "error": str(error)}
     verdict = verdict_of(its)
     if not quiet:
-        steps = f"{verdict.steps} steps, {verdict.first_step} to {verdict.last_step}, of a "
-        print(f"{log}: {verdict.name}: {steps if verdict.steps else ''}{its.source}")
+        steps = f": {verdict.steps} steps, {verdict.first_step} to {verdict.last_step}"
+        print(f"{log}: {verdict.name}{steps if verdict.steps else ''} ({its.source})")
         for line in verdict.lines():
             print(f"  {line}")
     return {"log": log, "source": its.source, "warnings": its.warnings, **verdict.to_dict()}
