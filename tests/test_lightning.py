@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import fastclip
 import rank_jobs_lightning as jobs
 from fastclip.integrations.lightning import FastclipCallback
-from fastclip.monitor import sinks
+from fastclip.monitor import IncidentSaved, sinks
 from fastclip.optim import handle_of
 from ranks import Ranks
 
@@ -30,11 +30,11 @@ from ranks import Ranks
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*torch.utils._pytree"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec."),
     pytest.mark.filterwarnings("ignore:.*defined a `validation_step` but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:.*exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:.*GradScaler.*deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),  # after a step left out
+    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`"),
+    pytest.mark.filterwarnings("ignore:Error detected in .*Backward"),  # detect_anomaly
 ]
 
 BATCHES, SIZE = 10, 4
@@ -216,7 +216,7 @@ def test_scaled_gradients_are_unscaled_once(fused, scaler, scale):
             assert record.total_norm == pytest.approx(norm, rel=1e-3)
     torch.testing.assert_close(parameters(module.net), parameters(net), rtol=1e-3, atol=1e-4)
     assert made.get_scale() == reference.get_scale()
-    assert [record.loss_scale for record in monitor.records][0] == scale
+    assert monitor.records[0].loss_scale == scale
 
 
 def test_a_fused_optimizer_under_amp_trains_where_lightning_refuses_to_clip():
@@ -326,7 +326,7 @@ def test_batches_of_which_lightning_makes_no_step_are_in_no_record():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # with one there is no step without a loss
     monitor = fit(Skipping(), callback=callback, max_epochs=2, **mixed(scaler))
     firsts = [record.sample_ids[0] for record in monitor.records]
-    assert firsts == [100, 108, *range(100, 140, 4)][:2] + [100, *range(108, 140, 4)]
+    assert firsts == [100, 108, 100, *range(108, 140, 4)]
     assert {len(record.sample_ids) for record in monitor.records} == {SIZE}
 
 
@@ -392,7 +392,8 @@ def test_a_batch_with_nan_is_left_out_counted_and_named(fused):
 
 
 def test_the_step_that_goes_wrong_is_saved_as_an_incident(tmp_path):
-    fit(Module(), samples=poisoned(), callback=FastclipCallback(max_norm=0.5, incidents=str(tmp_path)))
+    with pytest.warns(IncidentSaved, match="saved step 6"):
+        fit(Module(), samples=poisoned(), callback=FastclipCallback(max_norm=0.5, incidents=str(tmp_path)))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["00000006-nonfinite"]
 
 
@@ -483,24 +484,18 @@ def spiking():
     return samples
 
 
-def resumable(directory, epochs, **options):
-    saving = ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)
-    callback = FastclipCallback(0.5, num_classes=None, **options)
-    return callback, trainer(callback, saving, max_epochs=epochs, enable_checkpointing=True)
+def adaptive():
+    return FastclipCallback(fastclip.policies.TrailingPercentile(90, window=50, minimum=10))
 
 
 def test_a_resumed_run_has_the_records_and_events_of_one_that_was_not_interrupted(tmp_path):
-    policy = fastclip.policies.TrailingPercentile
-    whole = FastclipCallback(policy(90, window=50, minimum=10))
-    uninterrupted = Module()
+    whole, first, second = adaptive(), adaptive(), adaptive()
+    uninterrupted, module = Module(), Module()
     trainer(whole, max_epochs=3).fit(uninterrupted, loader(spiking()))
-    first, made = resumable(tmp_path, 1)
-    first._options["max_norm"] = policy(90, window=50, minimum=10)
-    made.fit(Module(), loader(spiking()))
+    saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    trainer(first, saving, enable_checkpointing=True).fit(Module(), loader(spiking()))
     path = tmp_path / "epoch=0.ckpt"
-    assert "FastclipCallback" in torch.load(path, weights_only=True)["callbacks"]
-    second = FastclipCallback(policy(90, window=50, minimum=10))
-    module = Module()
+    assert torch.load(path, weights_only=True)["callbacks"]["FastclipCallback"]["step"] == 24
     trainer(second, max_epochs=3).fit(module, loader(spiking()), ckpt_path=path)
     expected = comparable(whole.monitor.records)
     assert comparable(first.monitor.records) == expected[:24]
@@ -541,7 +536,7 @@ def test_one_callback_serves_one_fit_after_the_other(tmp_path):
     made = trainer(callback)
     made.fit(module, loader())
     first, optimizer = callback.monitor, made.optimizers[0]
-    assert handle_of(optimizer) is None and "step" not in first.handle._wrappers
+    assert handle_of(optimizer) is None
     made.fit_loop.max_epochs = 2
     made.fit(module, loader())
     assert callback.monitor is not first and len(first.records) == BATCHES
@@ -550,18 +545,17 @@ def test_one_callback_serves_one_fit_after_the_other(tmp_path):
     assert column(callback.monitor, "step") == list(range(BATCHES))
     assert column(callback.monitor, "loss") == module.losses
     [written] = sinks.read_log(str(tmp_path)).records.values()
-    assert len(written) == 3 * BATCHES or len(written) == 2 * BATCHES
+    assert [record["step"] for record in written] == list(range(2 * BATCHES))  # the later of the same step
 
 
-def test_a_search_for_the_learning_rate_before_the_training_is_not_part_of_it():
-    finder = LearningRateFinder(num_training_steps=5)
-    module = Module()
+def test_a_search_for_the_learning_rate_before_the_training_is_not_part_of_it(tmp_path):
+    module, callback = Module(), FastclipCallback(max_norm=0.5)
     module.lr = 0.01
-    callback = FastclipCallback(max_norm=0.5)
-    made = trainer(callback, finder, default_root_dir=None)
+    made = trainer(callback, LearningRateFinder(num_training_steps=5), default_root_dir=tmp_path)
     made.fit(module, loader())
-    assert column(callback.monitor, "step") == list(range(BATCHES))
-    assert column(callback.monitor, "loss") == module.losses[-BATCHES:]
+    assert len(module.losses) == 5 + made.global_step and made.global_step > 0  # 5 with Lightning 2.4
+    assert column(callback.monitor, "step") == list(range(made.global_step))
+    assert column(callback.monitor, "loss") == module.losses[5:]
 
 
 def test_the_callback_can_be_sent_to_other_processes():
@@ -662,7 +656,8 @@ def test_the_trainer_of_the_other_package_is_refused():
 
     module = type("Other", (Steps, pytorch_lightning.LightningModule), {})()
     made = trainer(FastclipCallback(max_norm=0.5), kind=pytorch_lightning.Trainer)
-    with pytest.raises(ValueError, match=r"expected a LightningModule and a Trainer of lightning\.pytorch"):
+    expected = r"expected a LightningModule and a Trainer of lightning\.pytorch"
+    with pytest.raises(ValueError, match=f"{expected}|Expected a parent"):  # Lightning 2.4 does by itself
         made.fit(module, loader())
 
 

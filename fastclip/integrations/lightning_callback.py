@@ -9,22 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from .. import loss_scale
 from ..groups import MaxNorm
 from ..monitor import Monitor
 from ..optim import Handle
 from ..optim.plan import Plan
-
-# Strategies whose gradients are not those of the optimizer's parameters at the time of its step.
-_REFUSED_STRATEGIES = {
-    "FSDPStrategy": "its flat parameters hide which gradient belongs to which process; use FSDP2 "
-    "(ModelParallelStrategy with fully_shard in configure_model)",
-    "DeepSpeedStrategy": "DeepSpeed clips inside its own engine; set gradient_clipping in its configuration",
-}
-# What the Trainer knows and the callback passes on.
-_FROM_THE_TRAINER = ("model", "optimizer", "scheduler", "scaler")
+from . import lightning_checks as checks
 
 
 class TrainerHooks:
@@ -71,7 +61,7 @@ class TrainerHooks:
         **options: Any,
     ) -> None:
         super().__init__()
-        _require_options(options)
+        checks.require_options(options)
         if sample_ids is not None and not callable(sample_ids):
             raise TypeError(
                 "expected sample_ids to be a function of a batch, but got " + type(sample_ids).__name__
@@ -107,17 +97,18 @@ class TrainerHooks:
         if stage == "fit":
             self._close()
             self._monitor = self._state = None
-            self._require_supported(trainer, pl_module)
+            checks.require_module(pl_module, self._module_class, self._package)
+            checks.require_strategy(trainer.strategy)
+            checks.require_sole_clipping(trainer, pl_module, self._module_class, self._options["max_norm"])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._close()  # of a search for a batch size or learning rate within this fit
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         monitor = Monitor(
             pl_module,
-            _only_optimizer(trainer),
+            checks.only_optimizer(trainer),
             scheduler=schedulers[0] if schedulers else None,
-            scaler=scaler,
+            scaler=_scaler_of(trainer),
             **self._options,
         )
         self._monitor, self._steps = monitor, _Steps(monitor.handle)
@@ -146,8 +137,8 @@ class TrainerHooks:
         if self._steps is None or loss.numel() != 1 or loss.is_complex():
             return
         loss = loss.detach()
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if loss_scale.is_scaling(scaler):
+        scaler = _scaler_of(trainer)
+        if scaler is not None and scaler._scale is not None:
             loss = loss / scaler._scale
         if pl_module.automatic_optimization and trainer.accumulate_grad_batches != 1:
             loss = loss * trainer.accumulate_grad_batches
@@ -205,39 +196,6 @@ class TrainerHooks:
             numbers["fastclip/skipped_steps"] = float(self.monitor.records[-1].skipped_steps)
         return numbers
 
-    def _require_supported(self, trainer: Any, pl_module: Any) -> None:
-        if not isinstance(pl_module, self._module_class):
-            raise ValueError(
-                f"expected a LightningModule and a Trainer of {self._package}, but got "
-                f"{type(pl_module).__name__} of another package: there is a FastclipCallback for `lightning` "
-                "in fastclip.integrations.lightning and one for `pytorch_lightning` in "
-                "fastclip.integrations.pytorch_lightning"
-            )
-        for kind in type(trainer.strategy).__mro__:
-            if kind.__name__ in _REFUSED_STRATEGIES:
-                reason = _REFUSED_STRATEGIES[kind.__name__]
-                raise ValueError(f"FastclipCallback does not work with {kind.__name__}: {reason}")
-        self._require_sole_clipping(trainer, pl_module)
-
-    def _require_sole_clipping(self, trainer: Any, pl_module: Any) -> None:
-        max_norm, clip_val = self._options["max_norm"], trainer.gradient_clip_val
-        if clip_val:
-            instead = f"max_norm={clip_val}" if max_norm is None else f"max_norm={max_norm}"
-            raise ValueError(
-                f"expected one to clip the gradients, but got Trainer(gradient_clip_val={clip_val}) beside "
-                f"FastclipCallback(max_norm={max_norm}), which would see them when they are clipped already. "
-                f"Keep FastclipCallback({instead}) and leave out gradient_clip_val"
-            )
-        if not pl_module.automatic_optimization:
-            return  # Lightning does not call it
-        own = getattr(pl_module.configure_gradient_clipping, "__func__", None)
-        if own is not self._module_class.configure_gradient_clipping:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"expected one to clip the gradients, but {type(pl_module).__name__} overrides "
-                "configure_gradient_clipping, which is called before FastclipCallback sees them. Remove it "
-                "and give max_norm to FastclipCallback"
-            )
-
 
 class _Steps:
     """An observer of the optimizer's steps.
@@ -264,26 +222,8 @@ class _Steps:
         self._handle.observers.remove(self)
 
 
-def _require_options(options: dict[str, Any]) -> None:
-    known = set(inspect.signature(Monitor).parameters) - set(_FROM_THE_TRAINER)
-    if unknown := sorted(set(options) - known):
-        why = (
-            f"{unknown[0]} is the Trainer's to give"
-            if unknown[0] in _FROM_THE_TRAINER
-            else f"FastclipCallback has max_norm, log_dir, sample_ids and {', '.join(sorted(known))}"
-        )
-        raise TypeError(f"got an unexpected argument {unknown[0]!r}: {why}")
-
-
-def _only_optimizer(trainer: Any) -> Optimizer:
-    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
-    if len(optimizers) != 1:
-        raise ValueError(
-            f"expected configure_optimizers to give one optimizer, but got {len(optimizers)}. Which loss "
-            "belongs to which of several cannot be known: call fastclip.attach for each of them in "
-            "configure_optimizers, in the place of FastclipCallback"
-        )
-    return optimizers[0]
+def _scaler_of(trainer: Any) -> torch.amp.GradScaler | None:
+    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _load(monitor: Monitor, state: dict[str, Any]) -> None:
