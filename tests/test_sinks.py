@@ -4,15 +4,21 @@
 import io
 import logging
 import math
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import fastclip
+import fastclip.monitor.sinks.tensorboard as tensorboard_module
+from fastclip.monitor.runs import read_run, verdict_of
 from fastclip.monitor.sinks import JsonlSink, LogSink, SinkGroup, TensorBoardSink, as_sink
+from fastclip.monitor.sinks.scalars import scalars_of
 
 NAN, INF = float("nan"), float("inf")
 RECORD = {
@@ -256,3 +262,92 @@ def test_tensorboard_is_not_imported_before_use():
     code = "import sys, fastclip.monitor.sinks; print('tensorboard' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.stdout == "False\n", result.stdout + result.stderr
+
+
+# What a real monitor writes, read back, and held to the documentation.
+
+PAGE = Path(__file__).parent.parent / "docs" / "tensorboard.md"
+
+
+def documented(text):
+    """The first column of the table of tags, without its heading."""
+    return re.findall(r"^\| `?([a-z_/<>]+)`? \| ", text, re.MULTILINE)[1:]
+
+
+class Words(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(20, 8)
+        self.head = torch.nn.Linear(8, 20)
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids).mean(dim=1))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """(directory of the event files, of the log) of one training in which every field of a record occurs."""
+    tensorboard, log = (tmp_path_factory.mktemp(name) for name in ("tensorboard", "log"))
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    fastclip.attach(optimizer, 1.0, groups="tensor", scaler=scaler, names=model.named_parameters())
+    monitor = fastclip.Monitor(
+        model, optimizer, scaler=scaler, log_dir=log, sinks=[TensorBoardSink(tensorboard)], activations="leaf"
+    )
+    for step in range(12):
+        ids, targets = torch.randint(20, (4, 6)), torch.randint(20, (4,))
+        monitor.batch(ids=ids, targets=targets, weight=torch.full((4, 3), NAN if step == 9 else 1.0 + step))
+        loss = torch.nn.functional.cross_entropy(model(ids), targets) * (NAN if step == 9 else 1.0)
+        monitor.loss(loss, aux=loss.detach() / 2)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    monitor.close()
+    return tensorboard, log
+
+
+def test_every_tag_of_a_real_run_is_documented_and_every_documented_tag_is_written(written):
+    tags = documented(PAGE.read_text())
+    assert tags == documented(tensorboard_module.__doc__) and len(tags) == 26
+    events = events_of(written[0])
+    found = {*events.Tags()["scalars"], *events.Tags()["histograms"]}
+    found |= {tag.removesuffix("/text_summary") for tag in events.Tags()["tensors"]}
+    patterns = {tag: re.compile(re.sub(r"<\w+>", r"[^/]+", tag)) for tag in tags}
+    for tag in found:
+        assert any(pattern.fullmatch(tag) for pattern in patterns.values()), f"{tag} is not documented"
+    for tag, pattern in patterns.items():
+        assert any(pattern.fullmatch(name) for name in found), f"{tag} is never written"
+
+
+def test_a_real_run_is_read_back_completely(written):
+    """What goes through the tags comes back as it stands in the log, in float32."""
+    run, log = read_run(written[0]), read_run(written[1])
+    assert not run.judged and run.warnings == []
+    assert len(run.records[0]) == len(log.records[0]) == 12
+    for found, wanted in zip(run.records[0], log.records[0], strict=True):
+        assert scalars_of(found.to_dict()) == pytest.approx(
+            scalars_of(wanted.to_dict()), rel=1e-6, abs=1e-30, nan_ok=True
+        )
+        assert abs(found.time - wanted.time) < 600
+        told = [(e.kind, e.severity, e.step, e.message) for e in wanted.events]
+        assert [(e.kind, e.severity, e.step, e.message) for e in found.events] == told
+    assert {e.kind for e in run.records[0][9].events} >= {"nonfinite", "bad_batch"}
+    assert type(run.records[0][9].nan_count) is int and run.records[0][9].applied is False
+    assert verdict_of(run).status == verdict_of(log).status == 2
+
+
+def test_events_that_were_only_counted_are_found_again(tmp_path):
+    """By a writer without add_text, such as a wrapper of the caller's."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        sink = TensorBoardSink(SimpleNamespace(add_scalar=writer.add_scalar))
+        for step in range(3):
+            event = {"kind": "nonfinite", "severity": "error", "message": "lost", "step": step}
+            bad = {"loss": NAN, "events": [event]} if step == 2 else {}
+            sink.write({"step": step, "loss": 1.0, "nan_count": 0, **bad})
+    run = read_run(tmp_path)
+    assert run.judged and [e.message for r in run.records[0] for e in r.events] == ["the loss is nan"]

@@ -20,9 +20,10 @@ class LogSink:
     Events are there as running counts by kind; text and lists are left out. The run stays the caller's: it is
     neither flushed nor closed.
 
-    W&B drops what is logged for a step lower than one it has seen, and a record comes one step late. Where
-    the training logs with ``step=`` too, use ``LogSink(run, pass_step=False)`` and
-    ``run.define_metric("fastclip/*", step_metric="fastclip/step")``.
+    W&B drops what is logged with a step lower than one it has seen, and a record comes one step late from a
+    GPU. So a training that logs with ``step=`` too must mean the optimizer's steps by it, and log after
+    ``optimizer.step()``. Otherwise nobody may pass a step, or W&B drops the training's own numbers: use
+    ``LogSink(run, pass_step=False)`` and ``run.define_metric("fastclip/*", step_metric="fastclip/step")``.
 
     Args:
         target: has ``log``.

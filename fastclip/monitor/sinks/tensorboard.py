@@ -5,18 +5,30 @@ Tags, which stay as they are:
 
 | tag | of the record |
 |---|---|
-| loss, loss/<name> | loss, losses |
-| lr/<i> | lr of parameter group i |
-| gradient/total_norm, max_norm, clip_coef, nan_count, inf_count | the same; norm before clipping |
+| loss | loss |
+| loss/<name> | losses |
+| lr/<group> | lr of a parameter group, by its number |
+| gradient/total_norm | total_norm, before clipping |
+| gradient/max_norm | max_norm |
+| gradient/clip_coef | clip_coef |
+| gradient/nan_count | nan_count |
+| gradient/inf_count | inf_count |
 | gradient/group_norm/<group> | group_norms |
 | gradient/tensor_norms | histogram of the finite tensor_norms, at most 1e19 each |
-| parameter/norm, update_ratio/<name> | param_norm, update_ratio |
-| amp/loss_scale, overflows, skipped_steps | the same |
-| step/applied, step/held | 1 or 0 |
+| parameter/norm | param_norm |
+| update_ratio/<parameter> | update_ratio |
+| amp/loss_scale | loss_scale |
+| amp/overflows | overflows |
+| amp/skipped_steps | skipped_steps |
+| step/applied | applied, 1 or 0 |
+| step/held | held, 1 or 0 |
 | activation_<statistic>/<module> | activations, such as activation_rms/layer |
-| batch/<input>/<statistic>, token_ids/<input>/<statistic> | the numbers of batch, of token_ids |
-| throughput/step_time, samples_per_second, tokens_per_second | the same; seconds, 1/s |
-| memory/<kind> | memory, bytes |
+| batch/<input>/<statistic> | the numbers of batch |
+| token_ids/<embedding>/<statistic> | token_ids |
+| throughput/step_time | step_time, in seconds |
+| throughput/samples_per_second | samples_per_second |
+| throughput/tokens_per_second | tokens_per_second |
+| memory/<kind> | memory, in bytes |
 | events/<kind> | how many events of the kind since the sink was made, at steps that had one |
 | events | text: a step's events |
 
