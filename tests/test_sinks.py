@@ -292,7 +292,8 @@ def written(tmp_path_factory):
     model = Words()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    fastclip.attach(optimizer, 1.0, groups="tensor", scaler=scaler, names=model.named_parameters())
+    groups = {"groups": lambda name: name.split(".")[0], "names": model.named_parameters()}
+    fastclip.attach(optimizer, 1.0, scaler=scaler, **groups)
     monitor = fastclip.Monitor(
         model, optimizer, scaler=scaler, log_dir=log, sinks=[TensorBoardSink(tensorboard)], activations="leaf"
     )
