@@ -150,7 +150,7 @@ class TrainerHooks:
         if self._steps is None:
             return
         if self._steps.made and not trainer.barebones:
-            pl_module.log_dict(self._numbers(), on_step=True, on_epoch=False)
+            pl_module.log_dict(self._numbers(self._steps.plan), on_step=True, on_epoch=False)
         self._steps.made = False
         if self.monitor.should_stop:
             trainer.should_stop = True
@@ -181,17 +181,16 @@ class TrainerHooks:
             self._steps = None
             self.monitor.close()
 
-    def _numbers(self) -> dict[str, Tensor | float]:
+    def _numbers(self, plan: Plan | None) -> dict[str, Tensor | float]:
         """Of the step that was made. Tensors, so that nothing waits for the device."""
         numbers: dict[str, Tensor | float] = {}
-        stats = self.monitor.handle.stats
-        if stats is not None:
-            norm = stats.total_norm  # several with groups
+        if plan is not None:
+            norms = plan.summary[:, 0]  # several with groups
             numbers["fastclip/total_norm"] = (
-                norm if norm.numel() == 1 else torch.linalg.vector_norm(norm, stats.norm_type)
+                norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, plan.request.norm_type)
             )
-            if stats.clip_coef is not None:
-                numbers["fastclip/clip_coef"] = stats.clip_coef.min()
+            if plan.summary.shape[1] > 1:  # else nobody clips
+                numbers["fastclip/clip_coef"] = plan.summary[:, 1].amin()
         if self.monitor.records:
             numbers["fastclip/skipped_steps"] = float(self.monitor.records[-1].skipped_steps)
         return numbers
@@ -202,17 +201,19 @@ class _Steps:
 
     Attributes:
         made: whether there was one since this was last made False.
+        plan: of the last one; None if there were no gradients.
         batches: how many batches were told since the last one.
     """
 
     def __init__(self, handle: Handle) -> None:
         self.made = False
+        self.plan: Plan | None = None
         self.batches = 0
         self._handle = handle
         handle.observers.append(self)
 
     def before_update(self, plan: Plan | None) -> None:
-        """It decides nothing."""
+        self.plan = plan
 
     def after_step(self) -> None:
         self.made = True
