@@ -17,7 +17,8 @@ _VARIABLES = ("FASTCLIP_BACKEND", "FASTCLIP_CPU_CAPABILITY")
 
 
 def _devices() -> list[str]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Before torch 2.7 this raises where there is none, and cannot be asked to look.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
