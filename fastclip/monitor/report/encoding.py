@@ -13,7 +13,7 @@ from typing import Any
 
 from .numbers import Series, thinned, without_repeats
 
-BUDGET = 1_300_000  # values in a page, each 5.3 bytes of it
+BUDGET = 1_000_000  # values in the charts of a page, each about 7 bytes of it with its place
 _LARGEST, _SMALLEST = 3.4e38, 1.2e-38  # of what float32 keeps to seven digits
 
 
@@ -26,7 +26,7 @@ def encoded(values: Sequence[float]) -> dict[str, str]:
 
 
 def encoded_places(places: Sequence[int]) -> dict[str, Any]:
-    """As runs (first, distance, count), or one by one where that is shorter."""
+    """As runs (first, distance, count), or the first and the distances where that is shorter."""
     runs: list[list[int]] = []
     for place in places:
         if runs and (runs[-1][2] == 1 or place == runs[-1][0] + runs[-1][1] * runs[-1][2]):
@@ -35,8 +35,12 @@ def encoded_places(places: Sequence[int]) -> dict[str, Any]:
             runs[-1][2] += 1
         else:
             runs.append([place, 1, 1])
-    # A run takes about as many characters as three places.
-    return {"runs": runs} if 3 * len(runs) <= len(places) + 3 else {"u4": _base64(array("I", places))}
+    # A run takes about as many characters as ten small distances.
+    if 10 * len(runs) <= len(places) + 10:
+        return {"runs": runs}
+    distances = [b - a for a, b in zip(places, places[1:], strict=False)]
+    kind = "B" if max(distances) < 1 << 8 else "I"
+    return {"first": places[0], "u1" if kind == "B" else "u4": _base64(array(kind, distances))}
 
 
 def encoded_series(series: Series, budget: int) -> dict[str, Any]:

@@ -125,9 +125,10 @@ def names_of(records: Sequence[Record]) -> dict[int, str]:
             near = [i for i, n in enumerate(record.tensor_norms) if abs(n - norm) <= 1e-6 * norm]
             if len(near) == 1:
                 found.setdefault(near[0], set()).add(str(told.get("name")))
-    sure = {place: next(iter(names)) for place, names in found.items() if len(names) == 1}
-    all_names = list(sure.values())
-    return {place: name for place, name in sure.items() if all_names.count(name) == 1}
+    every = [name for names in found.values() for name in names]
+    return {
+        place: name for place, names in found.items() for name in names if len(names) == every.count(name) == 1
+    }
 
 
 def _heat_map(

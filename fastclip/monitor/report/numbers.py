@@ -71,12 +71,17 @@ class Axis:
         self, label: str, numbers: Iterable[tuple[int, float | None]], role: str = "main", shown: bool = True
     ) -> Series:
         """From (step, number) in the order of the steps; None where it was not measured."""
-        known = [(step, number) for step, number in numbers if number is not None]
-        steps = [step for step, _ in known]
-        at = [self.place(step) for step in steps]
+        steps: list[int] = []
+        values: list[float] = []
+        for step, number in numbers:
+            if number is not None:
+                steps.append(step)
+                values.append(float(number))
+        first = self.steps[0] if self.steps else 0
+        at = [step - first for step in steps] if self._is_plain else [self._places[step] for step in steps]
         limit = gap_limit(steps)
-        breaks = [at[i] for i in range(1, len(at)) if steps[i] - steps[i - 1] > limit]
-        return Series(label, at, [float(number) for _, number in known], breaks, role, shown)
+        breaks = [place for place, a, b in zip(at[1:], steps, steps[1:], strict=False) if b - a > limit]
+        return Series(label, at, values, breaks, role, shown)
 
 
 def gap_limit(steps: Sequence[int]) -> float:

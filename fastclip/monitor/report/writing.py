@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..record import Record
 from ..runs import Run, read_run
+from ..runs.run import _no_garbage_collection
 from .charts import all_charts
 from .head import head_of, when
 from .heat import all_heat_maps
@@ -66,6 +67,13 @@ def report_html(
         run = read_run(run)
     elif not isinstance(run, Run):
         run = Run({rank: list(its) for rank, its in run.items()}, "")
+    with _no_garbage_collection():
+        return _page(run, log, incidents)
+
+
+def _page(
+    run: Run, log: str | os.PathLike[str] | None, incidents: str | os.PathLike[str] | None
+) -> str:
     known = {rank: its for rank, its in sorted(run.records.items()) if its}
     run = replace(run, records=known)
     place = None if log is None else Path(log)

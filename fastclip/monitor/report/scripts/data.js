@@ -14,7 +14,13 @@ function decodeValues(coded) {
 
 function decodePlaces(coded) {
   if (!coded) return new Float64Array(0);
-  if ("u4" in coded) return new Uint32Array(bytesOf(coded.u4));
+  if ("first" in coded) {
+    const distances = "u1" in coded ? new Uint8Array(bytesOf(coded.u1)) : new Uint32Array(bytesOf(coded.u4));
+    const sums = new Float64Array(distances.length + 1);
+    sums[0] = coded.first;
+    distances.forEach((distance, i) => { sums[i + 1] = sums[i] + distance; });
+    return sums;
+  }
   const count = coded.runs.reduce((sum, run) => sum + run[2], 0);
   const places = new Float64Array(count);
   let next = 0;

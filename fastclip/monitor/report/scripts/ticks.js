@@ -52,6 +52,7 @@ function logTicks(low, high, most) {
 
 // For counts: 0, and then powers of ten.
 function countTicks(high, most) {
+  if (high < 10) return [0, 1, 2, 5].filter((tick) => tick <= high);
   const decades = Math.max(0, Math.floor(Math.log10(Math.max(1, high))));
   const stride = Math.ceil((decades + 1) / Math.max(1, most - 1));
   const ticks = [0];
