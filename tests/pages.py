@@ -12,6 +12,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import json
 import linecache
 import multiprocessing
 import os
@@ -157,8 +158,8 @@ def absent(blocks: list[Block]) -> list[str]:
 def run(path: Path, directory: Path) -> None:
     """Run a page in a directory; raises AssertionError with the line that is wrong."""
     blocks, _ = read(path)
-    shims = _shims(directory.with_name(directory.name + "_bin"))
-    with Page(path, directory, shims) as page:
+    commands_at = shims(directory.with_name(directory.name + "_bin"))
+    with Page(path, directory, commands_at) as page:
         for number, block in enumerate(blocks):
             if block.file is not None:
                 stem = block.file.removesuffix(".py")
@@ -264,7 +265,36 @@ class Page:
         return process.returncode, output
 
 
-def _shims(directory: Path) -> Path:
+def notebook(path: Path) -> dict:
+    """The page as a notebook: its text in cells of markdown, its code in cells of code, a command by `!`."""
+    cells: list[dict] = []
+    text = path.read_text(encoding="utf-8")
+    for number, part in enumerate(re.split(r"^```(python|console)\n(.*?)^```\n", text, flags=re.M | re.S)):
+        place = number % 3
+        if place == 0 and part.strip():
+            cells.append({"cell_type": "markdown", "source": part.strip()})
+        elif place == 1:
+            language = part
+        elif place == 2:
+            block = Block(language, part, 1)
+            lines = part.rstrip()
+            if language == "console":
+                lines = "\n".join(f"!{command.text}" for command in commands(block))
+            cells.append({"cell_type": "code", "source": lines, "execution_count": None, "outputs": []})
+    for index, cell in enumerate(cells):
+        cell |= {"id": f"cell-{index}", "metadata": {}, "source": cell["source"].splitlines(keepends=True)}
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    return {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+
+
+def write_notebook(path: Path) -> None:
+    """Beside the page: `python tests/pages.py` does it for the quick start."""
+    text = json.dumps(notebook(path), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+    path.with_suffix(".ipynb").write_text(text, encoding="utf-8")
+
+
+def shims(directory: Path) -> Path:
     """A directory for PATH, in which `fastclip` and `python` are those of this interpreter."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
@@ -328,3 +358,7 @@ def _serve_command(words: list[str], directory: str, environment: dict[str, str]
         sys.exit(main(words[1:]))
     sys.argv[:] = words[1:]
     runpy.run_path(words[1], run_name="__main__")
+
+
+if __name__ == "__main__":
+    write_notebook(ROOT / "docs" / "quick_start.md")

@@ -6,6 +6,8 @@ pages.py says how a page is run, and what it may hold.
 
 import ast
 import inspect
+import json
+import os
 import re
 from pathlib import Path
 
@@ -264,6 +266,35 @@ def test_every_page_is_in_the_index():
     index = ROOT / "docs" / "README.md"
     listed = {link.partition("#")[0] for link in links(index)}
     assert not {path.name for path in DOCS} - listed - {"README.md"}
+
+
+QUICK_START = ROOT / "docs" / "quick_start.md"
+
+
+def test_the_notebook_is_the_page():
+    written = json.loads(QUICK_START.with_suffix(".ipynb").read_text(encoding="utf-8"))
+    assert written == pages.notebook(QUICK_START), "`python tests/pages.py` writes it anew"
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Its cells print what the page shows below its commands."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    directory = tmp_path / "notebook"
+    directory.mkdir()
+    monkeypatch.setenv("PATH", f"{pages.shims(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    run = nbformat.read(QUICK_START.with_suffix(".ipynb"), as_version=4)
+    client = nbclient.NotebookClient(run, timeout=pages.SECONDS, resources={"metadata": {"path": str(directory)}})
+    client.execute()
+    printed = ["".join(o.get("text", "") for o in cell.outputs) for cell in run.cells if cell.cell_type == "code"]
+    blocks = [b for b in pages.read(QUICK_START)[0] if b.language in ("python", "console")]
+    assert len(printed) == len(blocks)
+    for block, output in zip(blocks, printed, strict=True):
+        shown = [c.shown for c in pages.commands(block)] if block.language == "console" else []
+        assert pages.missing([line for lines in shown for line in lines], output) is None
+    assert (directory / "report.html").stat().st_size > 10_000
 
 
 def code() -> str:
