@@ -139,6 +139,7 @@ def noisy(*pieces):
         ("a jump at the end", noisy((100, 3.0), (3, 7.5)), ["loss_exploded", "loss_spike"]),
         ("a run that was stopped at the jump", noisy((100, 3.0), (2, 7.5)), ["loss_spike"]),
         ("a spike", noisy((100, 3.0), (2, 7.5), (30, 3.0)), ["loss_spike"]),
+        ("a jump that ends in NaN", [*noisy((100, 3.0), (50, 7.5)), NAN], ["loss_spike"]),
         ("a step by a third", noisy((100, 3.0), (50, 4.0)), ["loss_spike"]),
         (
             "a second jump stays",

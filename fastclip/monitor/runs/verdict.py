@@ -142,8 +142,13 @@ def _one_limit(records: Sequence[Record]) -> bool:
 
 
 def _exploded_loss(records: Sequence[Record]) -> Event | None:
-    """A loss that jumped and stayed; or one that had fallen and ends no lower than it began."""
-    known = [(r, r.loss) for r in records if r.loss is not None and math.isfinite(r.loss)]
+    """A loss that jumped and stayed; or one that had fallen and ends no lower than it began. Of one that ends
+    in NaN the event nonfinite tells.
+    """
+    logged = [(r, r.loss) for r in records if r.loss is not None]
+    known = [(r, loss) for r, loss in logged if math.isfinite(loss)]
+    if logged[-1:] != known[-1:]:
+        return None
     losses = [loss for _, loss in known]
     spikes = (e for r in records for e in r.events if e.kind == "loss_spike")
     for event in spikes:
