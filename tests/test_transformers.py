@@ -27,7 +27,7 @@ from fastclip.integrations.transformers import FastclipCallback  # noqa: E402
 
 NAN = math.nan
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-# The norm is summed in another order, and Adam divides by the root of squares: losses differ in the last bits.
+# The norm is summed in another order, and Adam divides by roots of squares: the last bits differ.
 SAME = dict(rel=1e-4)
 
 
@@ -156,7 +156,7 @@ def test_the_same_training_is_clipped_watched_and_logged_truly(tmp_path, accumul
     records = list(callback.monitor.records)
     assert [r.step for r in records] == list(range(12))
     assert [r.total_norm for r in records] == logged(watched, "grad_norm")
-    # Transformers 4.45 rounds the losses that it logs to four places, and so do the next ones.
+    # Transformers 4 rounds the losses that it logs to four places.
     assert [r.loss for r in records] == pytest.approx(logged(watched, "loss"), abs=5.1e-5)
     rates = logged(watched, "learning_rate")
     if VERSION >= (5, 0):  # which logs the rate of the step, those before it that of the next step
@@ -220,9 +220,8 @@ def test_the_recorded_loss_is_the_one_trained_on(tmp_path, case):
     trainer.train()
     records = list(callback.monitor.records)
     assert [r.loss for r in records] == pytest.approx(gradients, rel=1e-5)
-    if VERSION >= (4, 46):  # 4.45 carries a batch that is left over into the next epoch
-        assert [r.micro_batches for r in records] == [2, 2, 1] * 2
-        assert [r.loss for r in records] == pytest.approx(logged(trainer, "loss"), abs=5.1e-5)
+    assert [r.micro_batches for r in records] == [2, 2, 1] * 2
+    assert [r.loss for r in records] == pytest.approx(logged(trainer, "loss"), abs=5.1e-5)
 
 
 def without_ids(data: list[dict]) -> list[dict]:
@@ -239,7 +238,6 @@ def test_a_sample_with_nan_is_named_left_out_and_no_longer_hidden(tmp_path):
         remove_unused_columns=False,
         logging_steps=2,
         max_steps=10,
-        data_seed=0,
     )
     trainer.train()
     assert parameters_of(trainer).isfinite().all()
@@ -280,7 +278,8 @@ def test_a_resumed_training_has_the_same_records_and_events(tmp_path):
             detectors=[Counting()],
             weights_every=5,
         )
-        trainer = trainer_for(gpt2(dropout=0.1), texts(), directory, callback, **arguments)
+        # Whole steps in an epoch: else the Trainer itself resumes elsewhere, up to 4.57 at least.
+        trainer = trainer_for(gpt2(dropout=0.1), texts(40), directory, callback, **arguments)
         trainer.train(**further)
         return trainer, list(callback.monitor.records)
 
@@ -489,7 +488,9 @@ def test_other_things_that_are_refused(tmp_path, monkeypatch):
         FastclipCallback(scheduler=None)
 
 
-def test_a_compiled_model_is_watched(tmp_path):
+def test_a_compiled_model_is_watched(tmp_path, monkeypatch):
+    for name in ("BACKEND", "MODE"):  # which the Trainer leaves behind for every later one
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "")
     torch.compiler.reset()
     callback = FastclipCallback()
     trainer = trainer_for(
@@ -535,8 +536,6 @@ def test_an_incident_of_the_trainer_is_replayed(tmp_path, accumulated):
         optimizer = trainer_for(model, data, tmp_path).create_optimizer()
 
         def loss_function(model, batch):
-            if VERSION < (4, 46):
-                batch.pop("num_items_in_batch", None)
             return spoiling(model, batch, model(**batch)["loss"])
 
         return model, optimizer, loss_function

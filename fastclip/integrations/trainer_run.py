@@ -43,7 +43,10 @@ class TrainerRun:
             scheduler=trainer.lr_scheduler,
             **options,
         )
-        self._keeps_batches = options.get("incidents") is not None
+        # Then a replay can give the model what it got, see below.
+        self._keeps_items = options.get("incidents") is not None and getattr(
+            trainer, "model_accepts_loss_kwargs", False
+        )
         self._micro_batches: int = args.gradient_accumulation_steps
         self._loss: Tensor | None = None  # of the step, as far as it has come
         self._logged = self._first_unlogged = 0
@@ -90,7 +93,7 @@ class TrainerRun:
                 sample_ids = inputs.pop("sample_ids")  # type: ignore[attr-defined]
             batch = dict(inputs)  # the Trainer takes the labels out
             items = args[0] if args else kwargs.get("num_items_in_batch")
-            if items is not None and self._keeps_batches:
+            if items is not None and self._keeps_items:
                 # Of the whole step: divided, since the loss of a batch is to be multiplied, see below.
                 batch["num_items_in_batch"] = (
                     items if self._micro_batches == 1 else items / self._micro_batches
