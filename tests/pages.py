@@ -155,11 +155,16 @@ def absent(blocks: list[Block]) -> list[str]:
     return sorted(name for name in found if importlib.util.find_spec(name) is None)
 
 
-def run(path: Path, directory: Path) -> None:
-    """Run a page in a directory; raises AssertionError with the line that is wrong."""
+def run(path: Path, directory: Path, before: str = "") -> None:
+    """Run a page in a directory, after code that it takes for granted.
+
+    Raises AssertionError with the line that is wrong.
+    """
     blocks, _ = read(path)
     commands_at = shims(directory.with_name(directory.name + "_bin"))
     with Page(path, directory, commands_at) as page:
+        if before:
+            page.execute(Block("python", before, 1))
         for number, block in enumerate(blocks):
             if block.file is not None:
                 stem = block.file.removesuffix(".py")
