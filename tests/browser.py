@@ -51,7 +51,9 @@ class Page:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, touch: bool = False, dark: bool = False) -> None:
+    def open(
+        self, path: Path, width: int = 1280, height: int = 900, touch: bool = False, dark: bool = False
+    ) -> None:
         """Load a file in a window of that size. What was logged before is forgotten."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)

@@ -226,8 +226,13 @@ def test_a_value_that_is_missing_for_long_is_a_gap():
 
 
 def test_each_of_eight_ranks_has_a_line_and_more_have_three():
-    for world, labels in ((8, [f"rank {r}" for r in range(8)]), (9, ["highest rank", "median rank", "lowest rank"])):
-        runs = {r: [Record(s, rank=r, loss=r + s / 100, step_time=0.1) for s in range(50)] for r in range(world)}
+    for world, labels in (
+        (8, [f"rank {r}" for r in range(8)]),
+        (9, ["highest rank", "median rank", "lowest rank"]),
+    ):
+        runs = {
+            r: [Record(s, rank=r, loss=r + s / 100, step_time=0.1) for s in range(50)] for r in range(world)
+        }
         runs[2][7].loss = NAN
         found = {c["key"]: c["series"] for c in data_of(report_html(runs))["charts"]}
         assert [s["label"] for s in found["loss"]] == [s["label"] for s in found["time"]] == labels
@@ -239,7 +244,9 @@ def test_each_of_eight_ranks_has_a_line_and_more_have_three():
 def test_one_log_tells_the_losses_of_all_ranks():
     records = [Record(s, loss=1.0, ranks={"loss": [1.0, 2.0, NAN]}) for s in range(30)]
     loss = data_of(report_html({0: records}))["charts"][0]["series"]
-    assert [s["label"] for s in loss] == ["rank 0", "rank 1", "rank 2"] and values_of(loss[1]["values"])[0] == 2
+    assert [s["label"] for s in loss] == ["rank 0", "rank 1", "rank 2"] and values_of(loss[1]["values"])[
+        0
+    ] == 2
 
 
 def test_names_of_gradients_are_those_beside_the_same_number():
@@ -293,7 +300,9 @@ def test_events_of_several_ranks_are_told_once():
         ("nonfinite", [0, 1, 2, 3], ["the loss is nan"]),
         ("rank", [3], ["slow"]),
     ]
-    assert told.ranks_told([0, 1, 2, 3, 5, 7, 8]) == "ranks 0 to 3, 5, 7, 8" and told.ranks_told([3]) == "rank 3"
+    assert (
+        told.ranks_told([0, 1, 2, 3, 5, 7, 8]) == "ranks 0 to 3, 5, 7, 8" and told.ranks_told([3]) == "rank 3"
+    )
 
 
 def test_the_diagnoses_are_those_of_all_records():
@@ -310,7 +319,7 @@ def test_of_thousands_of_events_the_most_telling_are_listed():
     records[9000].events.append(Event("loss_spike", 9000, "info", "rare"))
     records[9500].events.append(Event("nonfinite", 9500, "error", "worst"))
     page = report_html({0: records})
-    assert page.count("<details class=\"event") == told.MOST_LISTED
+    assert page.count('<details class="event') == told.MOST_LISTED
     assert page.count("Where to look first") == told.MOST_DIAGNOSED
     assert "rare" in page and "worst" in page and "9,702 more are marks" in page
     rows = data_of(page)["events"]["rows"]
@@ -372,7 +381,9 @@ def test_nothing_from_the_log_becomes_an_element():
 
 def test_only_what_is_in_the_page_may_run_and_nothing_be_loaded():
     reader = Reader(report_html({0: failing()}))
-    policy = next(a["content"] for tag, a in reader.elements if "content-security" in a.get("http-equiv", "").lower())
+    policy = next(
+        a["content"] for tag, a in reader.elements if "content-security" in a.get("http-equiv", "").lower()
+    )
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'" and rules["img-src"] == "data:"
     for kind, rule in (("script", "script-src"), ("style", "style-src")):
@@ -418,7 +429,9 @@ def test_the_numbers_of_many_ranks_share_the_room_of_a_page():
     assert 4e6 < len(encoding.script_json(data)) < 9e6
     assert values_of(data["charts"][0]["series"][-1]["values"]).tolist() == [1, 2]
     extremes = values_of(data["charts"][0]["series"][3]["values"])
-    assert extremes.max() == np.float32(max(lines[3].values)) and extremes.min() == np.float32(min(lines[3].values))
+    assert extremes.max() == np.float32(max(lines[3].values)) and extremes.min() == np.float32(
+        min(lines[3].values)
+    )
 
 
 def test_the_verdict_says_what_happened_and_where_to_look():
@@ -431,14 +444,18 @@ def test_the_verdict_says_what_happened_and_where_to_look():
 def test_the_belt_that_does_too_much_work_is_told():
     steady = [clipped(s, 5.0, loss=1.0) for s in range(300)]
     page = report_html({0: watched(steady)})
-    assert "The belt does too much work: 100% of the last 200 steps" in page and "not a steering wheel" in page
+    assert (
+        "The belt does too much work: 100% of the last 200 steps" in page and "not a steering wheel" in page
+    )
     assert 'class="belt"' not in report_html({0: records_of(300, max_norm=100.0)})
 
 
 def test_charts_are_told_in_words():
     records = records_of(100)
     records[3].loss = NAN
-    labels = [a["aria-label"] for _, a in Reader(report_html({0: records})).elements if a.get("class") == "plot"]
+    labels = [
+        a["aria-label"] for _, a in Reader(report_html({0: records})).elements if a.get("class") == "plot"
+    ]
     assert labels[0] == (
         "Loss. loss: 100 values from step 0 to 99, first 3, last 2.01, lowest 2.01, highest 3; 1 of them NaN or Inf."
     )
@@ -478,7 +495,11 @@ def test_what_cannot_be_written_is_one_line_and_status_2(output, log, tmp_path, 
     before = sorted(os.listdir())
     assert main(["report", str(log), "-o", output]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith(f"fastclip: {output}: ")
+    assert (
+        captured.out == ""
+        and captured.err.count("\n") == 1
+        and captured.err.startswith(f"fastclip: {output}: ")
+    )
     assert sorted(os.listdir()) == before
 
 

@@ -17,7 +17,9 @@ from ..monitor.runs import read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", help="log of a monitor, of Transformers, TensorBoard or a CSV file: see fastclip lint")
+    parser.add_argument(
+        "log", help="log of a monitor, of Transformers, TensorBoard or a CSV file: see fastclip lint"
+    )
     parser.add_argument(
         "-o", "--output", default="report.html", help="the file to write (default: %(default)s here)"
     )

@@ -214,7 +214,9 @@ def _rates(records: Sequence[Record], axis: Axis) -> Chart:
         known = distinct.setdefault((tuple(one.at), tuple(one.values)), one)
         if known is not one:
             known.label = f"{known.label}, {one.label.removeprefix('group ')}"
-    reading = "One for each parameter group. No warm-up at the start, or a rise before an event, is a usual cause."
+    reading = (
+        "One for each parameter group. No warm-up at the start, or a rise before an event, is a usual cause."
+    )
     return Chart("rate", "Learning rate", "linear", reading, list(distinct.values()))
 
 
@@ -229,15 +231,22 @@ def _scale(records: Sequence[Record], axis: Axis) -> Chart:
 
 def _counts(records: Sequence[Record], axis: Axis) -> Chart:
     series = [
-        axis.series(label, _each(records, name)) for label, name in (("NaN", "nan_count"), ("Inf", "inf_count"))
+        axis.series(label, _each(records, name))
+        for label, name in (("NaN", "nan_count"), ("Inf", "inf_count"))
     ]
     series = [one if any(one.values) else axis.series(one.label, ()) for one in series]
-    reading = "Elements of the gradients that are NaN or Inf. Healthy: none, or single steps under a loss scaler."
-    return Chart("counts", "NaN and Inf in the gradients", "counts", reading, series, "elements", ("nonfinite",))
+    reading = (
+        "Elements of the gradients that are NaN or Inf. Healthy: none, or single steps under a loss scaler."
+    )
+    return Chart(
+        "counts", "NaN and Inf in the gradients", "counts", reading, series, "elements", ("nonfinite",)
+    )
 
 
 def _updates(records: Sequence[Record], axis: Axis) -> Chart:
-    known = [(r.step, list(r.update_ratio.values())) for r in records if r.update_ratio and r.applied is not False]
+    known = [
+        (r.step, list(r.update_ratio.values())) for r in records if r.update_ratio and r.applied is not False
+    ]
 
     def bad(values: list[float]) -> float | None:
         return next((value for value in values if not math.isfinite(value)), None)

@@ -48,7 +48,9 @@ def head_of(run: Run, events: Sequence[Told]) -> Head:
     first = known[min(known)]
     proposal = recommend(first)
     head = Head(*_verdict(verdict_of(run), first, events))
-    explained = next((t for t in _by_weight(events) if t.diagnosis is not None and t.diagnosis.findings), None)
+    explained = next(
+        (t for t in _by_weight(events) if t.diagnosis is not None and t.diagnosis.findings), None
+    )
     if explained is not None and explained.diagnosis is not None:
         finding = explained.diagnosis.findings[0]
         head.suspect = f"Look first at {_AREAS.get(finding.area, finding.area)}: {finding}"
@@ -92,7 +94,9 @@ def _verdict(verdict: Verdict, records: Sequence[Record], events: Sequence[Told]
     worst = worst_event(told.event for told in events)
     # Of several at once that which a diagnosis explains.
     first = verdict.findings[0]
-    first = next((f for f in verdict.findings if worst and (f.kind, f.step) == (worst.kind, worst.step)), first)
+    first = next(
+        (f for f in verdict.findings if worst and (f.kind, f.step) == (worst.kind, worst.step)), first
+    )
     begin = "It went wrong at" if first.severity == "error" else "Look at"
     text = f"{begin} step {first.step:,}: {_sentence(first.message)}"
     last = records[-1]
@@ -170,7 +174,9 @@ def _events(events: Sequence[Told]) -> tuple[str, str, str]:
     counts = {
         name: sum(told.event.severity == name for told in events) for name in ("error", "warning", "info")
     }
-    told = [f"{count:,} {name}{'s' * (count != 1 and name != 'info')}" for name, count in counts.items() if count]
+    told = [
+        f"{count:,} {name}{'s' * (count != 1 and name != 'info')}" for name, count in counts.items() if count
+    ]
     return "Events", f"{len(events):,}", ", ".join(told) or "no detector has told anything"
 
 

@@ -70,9 +70,7 @@ def all_heat_maps(records: Sequence[Record], axis: Axis) -> list[HeatMap]:
         "whose learning rate is too high for it."
     )
     maps.append(_heat_map("ratios", "Update ratio by parameter", reading, ratios, axis, ("update_ratio",)))
-    rms = {
-        r.step: {name: _rms(its) for name, its in r.activations.items()} for r in records if r.activations
-    }
+    rms = {r.step: {name: _rms(its) for name, its in r.activations.items()} for r in records if r.activations}
     reading = (
         "Root mean square of what each module gives out; its NaN and Inf are marked. Healthy rows keep their "
         "colour; one that brightens from row to row grows through the model."
@@ -127,7 +125,10 @@ def names_of(records: Sequence[Record]) -> dict[int, str]:
                 found.setdefault(near[0], set()).add(str(told.get("name")))
     every = [name for names in found.values() for name in names]
     return {
-        place: name for place, names in found.items() for name in names if len(names) == every.count(name) == 1
+        place: name
+        for place, names in found.items()
+        for name in names
+        if len(names) == every.count(name) == 1
     }
 
 

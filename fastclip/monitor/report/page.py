@@ -21,7 +21,18 @@ from .told import IncidentSummary, Told
 
 UPLOT = "uPlot-1.6.32"
 SCRIPTS = (
-    "data", "theme", "ticks", "view", "marks", "legend", "chart", "canvas", "timeline", "heat", "events", "main",
+    "data",
+    "theme",
+    "ticks",
+    "view",
+    "marks",
+    "legend",
+    "chart",
+    "canvas",
+    "timeline",
+    "heat",
+    "events",
+    "main",
 )
 _PAGE = files(__package__)
 
@@ -56,7 +67,9 @@ def page_of(
         head=_head(head, about),
         timeline=_timeline(events, axis) if events and has_steps else "",
         toolbar=_asset("toolbar.html") if has_steps else "",
-        charts="\n".join([*(_figure(c, axis) for c in charts), *(_heat_figure(m, events, axis) for m in maps)]),
+        charts="\n".join(
+            [*(_figure(c, axis) for c in charts), *(_heat_figure(m, events, axis) for m in maps)]
+        ),
         events=kind_filters(events) + event_list(events) if has_steps else "",
         incidents=incident_table(incidents) if incidents else "",
         licence=escape(_asset("vendor/uPlot-LICENSE.txt").strip()),

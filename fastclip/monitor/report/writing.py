@@ -71,9 +71,7 @@ def report_html(
         return _page(run, log, incidents)
 
 
-def _page(
-    run: Run, log: str | os.PathLike[str] | None, incidents: str | os.PathLike[str] | None
-) -> str:
+def _page(run: Run, log: str | os.PathLike[str] | None, incidents: str | os.PathLike[str] | None) -> str:
     known = {rank: its for rank, its in sorted(run.records.items()) if its}
     run = replace(run, records=known)
     place = None if log is None else Path(log)

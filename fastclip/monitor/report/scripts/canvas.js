@@ -8,6 +8,7 @@ class RowPlot {
     this.names = names;
     this.height = height; // of a row
     this.canvas = this.element.appendChild(document.createElement("canvas"));
+    this.element.style.minHeight = `${this.fullHeight}px`; // the page does not move when it is drawn
     this.overlay = addOverlay(this.element);
     addPointers(this.element, this.overlay, (x, y) => this.clicked(x, y));
     addKeys(this.element, () => this.clicked(view.toPixel(view.cursor ?? NaN, this.element), null));
@@ -23,9 +24,13 @@ class RowPlot {
     return 4;
   }
 
+  get fullHeight() {
+    return this.top + this.names.length * this.height + 24;
+  }
+
   begin() {
     const ratio = devicePixelRatio || 1;
-    const [width, height] = [this.element.clientWidth, this.top + this.names.length * this.height + 24];
+    const [width, height] = [this.element.clientWidth, this.fullHeight];
     this.canvas.width = Math.round(width * ratio);
     this.canvas.height = Math.round(height * ratio);
     this.canvas.style.width = `${width}px`;

@@ -10,6 +10,8 @@ class LineChart {
     this.figure = figure;
     this.element = figure.querySelector(".plot");
     this.scale = spec.scale;
+    this.height = ["loss", "norm"].includes(spec.key) ? 236 : 176;
+    this.element.style.minHeight = `${this.height}px`; // the page does not move when it is drawn
     this.shown = spec.series.map((series) => !series.hidden);
     this.styles = spec.series.map(styleOf);
     this.dashes = this.styles.map((style) => style.dash);
@@ -85,13 +87,12 @@ class LineChart {
 
   options(width) {
     const { left, right } = view.gutters();
-    const isSmall = !["loss", "norm"].includes(this.spec.key);
     const colour = (name) => () => theme.colour(name);
     const axis = { stroke: colour("muted"), font: "11px system-ui, sans-serif", grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false } };
     const form = this.scale === "share" ? shownShare : shownNumber;
     return {
       width,
-      height: isSmall ? 176 : 236,
+      height: this.height,
       padding: [TOP, right, 0, 0],
       legend: { show: false },
       cursor: { show: false },

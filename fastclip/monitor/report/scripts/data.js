@@ -134,9 +134,9 @@ function continueToEdges({ at, values, breaks }, slots, steps, y, befores, isLog
   });
 }
 
-// The value of a series at a step: that of the last place not after it, or nothing before the first.
+// The value of a series at the nearest step: that of the last place not after it, or nothing before the first.
 function valueAt(series, steps, step) {
-  const place = lowerBound(steps, step + 1) - 1;
+  const place = lowerBound(steps, Math.round(step) + 0.5) - 1;
   const index = lowerBound(series.at, place + 1) - 1;
   return index < 0 ? undefined : series.values[index];
 }

@@ -63,7 +63,8 @@ const view = {
   },
 
   all() {
-    this.set(this.start, this.end);
+    [this.from, this.to] = [this.start, this.end];
+    this.changed();
   },
 
   zoom(factor, around = this.cursor ?? (this.from + this.to) / 2) {
