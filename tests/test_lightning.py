@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -629,17 +630,19 @@ class Adversarial(Module):
     def configure_optimizers(self):
         optimizers = [adamw(self.net[0].parameters(), True), adamw(self.net[2].parameters(), False)]
         if self.attached:
-            self.handles = [fastclip.attach(optimizer, 0.5) for optimizer in optimizers]
+            scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+            self.handles = [fastclip.attach(optimizer, 0.5, scaler=scaler) for optimizer in optimizers]
         return optimizers
 
 
 def test_several_optimizers_are_refused_and_the_advice_works():
     refused(Adversarial(), match="got 2.*call fastclip.attach for each of them in configure_optimizers")
-    module = Adversarial()
-    module.attached = True
-    trainer().fit(module, loader(poisoned()))
-    assert [handle.skipped_steps for handle in module.handles] == [1, 1]
-    assert all(p.isfinite().all() for p in module.parameters())
+    for precision in ({}, mixed(torch.amp.GradScaler("cpu", init_scale=1024.0))):
+        module = Adversarial()
+        module.attached = True
+        trainer(**precision).fit(module, loader(poisoned()))
+        assert [handle.skipped_steps for handle in module.handles] == [1, 1]
+        assert all(p.isfinite().all() for p in module.parameters())
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
@@ -699,6 +702,23 @@ def test_fabric_clips_with_fastclip_where_torch_is_patched():
             fabric.clip_gradients(model, optimizer, max_norm=-1.0)
     assert torch.equal(norm, expected) and norm > 0.5
     assert float(fastclip.get_total_norm([p.grad for p in net.parameters()])) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_fabric_with_a_fused_optimizer_under_amp_clips_where_it_is_attached_and_else_refuses():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    fabric = Fabric(accelerator="cpu", plugins=[FabricMixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    net = network()
+    before = parameters(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, fused=True)
+    handle = fastclip.attach(optimizer, max_norm=0.5, scaler=scaler)
+    model, wrapped = fabric.setup(net, optimizer)
+    fabric.backward(model(torch.ones(4, 8)).sum())
+    with pytest.raises(NotImplementedError), fastclip.patch_torch():
+        fabric.clip_gradients(model, wrapped, max_norm=0.5)
+    wrapped.step()
+    change = torch.cat([(p - q).flatten() for p, q in zip(net.parameters(), before, strict=True)])
+    assert change.norm().item() == pytest.approx(0.5, rel=1e-3)
+    assert 0.5 < handle.stats.total_norm < 100  # of true gradients: scaled ones are 1024 times as long
 
 
 # Several processes.
