@@ -167,14 +167,14 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("command", ["diagnose", "recommend"])
+@pytest.mark.parametrize("command", ["diagnose", "recommend", "lint"])
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("whole", [True, False], ids=["directory", "file"])
 def test_what_cannot_be_read_is_one_line(tmp_path, fastclip_, name, command, whole):
     content, words = BROKEN[name]
     (tmp_path / "rank00000.jsonl").write_bytes(content)
     status, out, err = fastclip_(command, tmp_path if whole else tmp_path / "rank00000.jsonl")
-    assert (status, out) == (2, "")
+    assert (status, out) == (3 if command == "lint" else 2, "")
     assert err.startswith(f"fastclip: {tmp_path}") and words in err and err.count("\n") == 1, err
 
 
@@ -215,7 +215,9 @@ def test_the_line_is_told_of_a_log_of_several_files(tmp_path, fastclip_):
     )
 
 
-@pytest.mark.parametrize("arguments", [["diagnose"], ["nonsense"], ["diagnose", "x", "--step", "three"]])
+@pytest.mark.parametrize(
+    "arguments", [["diagnose"], ["lint"], ["nonsense"], ["diagnose", "x", "--step", "three"]]
+)
 def test_mistaken_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -60,6 +60,14 @@ def test_a_norm_that_creeps_over_thousands_of_steps_is_healthy(every):
     assert {e.kind for e in events(rows)} == {"norm_drift"}, "within a thousand steps it is not"
 
 
+def test_a_norm_that_triples_within_a_few_rows_of_a_sparse_log_is_healthy_and_in_a_dense_one_it_is_not():
+    for every, kinds in ((100, set()), (1, {"norm_growth", "norm_drift"})):
+        rows = calm(300, every)
+        for i, row in enumerate(rows):
+            row.total_norm *= min(3.0, 1.03 ** max(0, i - 200))
+        assert {e.kind for e in events(rows)} == kinds
+
+
 @pytest.mark.parametrize("every", [1, 10, 500])
 def test_the_first_spike_of_bloom_is_seen_at_any_stride(every):
     rows = calm(60, every)

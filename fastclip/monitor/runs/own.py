@@ -27,6 +27,7 @@ def read_own(path: Path) -> tuple[dict[int, list[Record]], Log]:
                 found[rank].append(Record.from_dict(line))
             except ValueError as error:
                 raise LogError(f"{_place(path, rank, line.get('step'))}: {error}") from None
+        lines.clear()  # they take as much memory again
     return found, log
 
 
