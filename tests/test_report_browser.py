@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-
 from browser import browser
+
 from failing_runs import classifier
 from fastclip.monitor.report import write_report
 from runs import INF, NAN, clipped, healthy, seeded, watched
@@ -17,7 +17,8 @@ const part = view.parts[arguments[0]];
 part.element.scrollIntoView({block: 'center'});
 view.draw(part);
 const canvas = part.element.querySelector('canvas');
-const pixels = new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer);
+const image = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+const pixels = new Uint32Array(image.data.buffer);
 const counts = new Map();
 for (const pixel of pixels) counts.set(pixel, (counts.get(pixel) || 0) + 1);
 return [canvas.width, canvas.height, counts.size, pixels.length - Math.max(...counts.values())];
@@ -32,7 +33,7 @@ return [box.left + left, box.top, view.width(document.querySelector(arguments[0]
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Of a training that really fails; of eight ranks with spikes, gaps and a rank without values; of none."""
+    """Of a training that really fails; of eight ranks, one with a spike and a gap; of none."""
     directory = tmp_path_factory.mktemp("pages")
     outcome = classifier(nan_at=40)
     write_report({0: list(outcome.monitor.records)}, directory / "failing.html", log=directory / "failing")
@@ -101,7 +102,8 @@ def test_the_page_asks_for_nothing_and_could_not(failing):
         "const script = document.createElement('script'); script.textContent = 'window.ran = 1';"
         "document.body.append(script);"
         "const image = new Image(); image.src = 'https://example.invalid/a.png';"
-        "fetch('https://example.invalid/').catch(() => setTimeout(() => done([found.sort(), window.ran ?? null]), 50));"
+        "fetch('https://example.invalid/')"
+        ".catch(() => setTimeout(() => done([found.sort(), window.ran ?? null]), 50));"
     )
     assert blocked == [["connect-src", "img-src", "script-src-elem"], None]
     assert failing.messages(), "the browser tells what it has blocked"
@@ -158,7 +160,10 @@ def test_enter_in_a_chart_opens_the_event_at_the_cursor(failing):
 
 
 def test_events_of_one_kind_are_shown(failing):
-    shown = "return [...document.querySelectorAll('.events > li')].filter(e => !e.hidden).map(e => e.dataset.kind)"
+    shown = (
+        "return [...document.querySelectorAll('.events > li')]"
+        ".filter(e => !e.hidden).map(e => e.dataset.kind)"
+    )
     assert failing.run(shown) == ["bad_batch", "nonfinite"]
     button = failing.driver.find_element("css selector", ".kinds button[data-kind=nonfinite]")
     button.click()
@@ -228,7 +233,8 @@ def test_a_finger_zooms_and_still_scrolls(window, pages):
 
 def test_no_spike_is_lost_when_thousands_of_steps_share_the_pixels(ranks):
     shown = (
-        "const part = view.parts.find(p => p.spec && p.spec.key === 'norm'); view.set(arguments[0], arguments[1]);"
+        "const part = view.parts.find(p => p.spec && p.spec.key === 'norm');"
+        "view.set(arguments[0], arguments[1]);"
         "view.draw(part); const y = part.plot.data[1].filter(Number.isFinite);"
         "return [part.plot.data[0].length, Math.max(...y), part.marks[0].map(m => [m[0], m[1]])]"
     )
@@ -252,7 +258,8 @@ def test_what_is_drawn_of_a_column_is_what_is_in_it(ranks):
             for v in values
         ]
         y, marks, x, size = ranks.run(
-            "const [at, told, count, columns, isLog] = arguments; const steps = Float64Array.from({length: count}, (_, i) => i);"
+            "const [at, told, count, columns, isLog] = arguments;"
+            "const steps = Float64Array.from({length: count}, (_, i) => i);"
             "const series = {at, values: told.map(Number), breaks: []};"
             "const slots = makeSlots(steps, -0.5, count - 0.5, columns);"
             "const {y, marks} = fillSlots(series, slots, steps, isLog);"
@@ -278,7 +285,8 @@ def test_what_is_drawn_of_a_column_is_what_is_in_it(ranks):
 
 def test_a_gap_interrupts_the_line(ranks):
     line = ranks.run(
-        "const part = view.parts.find(p => p.spec && p.spec.key === 'loss'); view.set(900, 1600); view.draw(part);"
+        "const part = view.parts.find(p => p.spec && p.spec.key === 'loss');"
+        "view.set(900, 1600); view.draw(part);"
         "return [part.plot.data[0], part.plot.data[1].map(v => v === undefined ? 'none' : v)]"
     )
     values = dict(zip(*line, strict=True))
@@ -291,7 +299,8 @@ def test_the_cursor_is_at_the_same_step_in_all_charts(ranks):
     ranks.mouse("mouseMoved", left + width / 2, top + height / 2, button="none")
     ranks.settle()
     hairs = ranks.run(
-        "return [...view.seen].map(p => p.element.querySelector('.hair')).map(h => [h.hidden, h.getBoundingClientRect().left])"
+        "return [...view.seen].map(p => p.element.querySelector('.hair'))"
+        ".map(h => [h.hidden, h.getBoundingClientRect().left])"
     )
     assert len(hairs) >= 2 and all(
         hair == [False, pytest.approx(left + width / 2, abs=1.5)] for hair in hairs
@@ -377,26 +386,35 @@ def test_dark_and_light_follow_the_system_and_the_button(window, pages):
 
 
 CONTRAST = """
-const parse = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length < 4 ? [...n, 1] : n; };
-const light = ([r, g, b]) => { const f = (c) => { c /= 255; return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
-  return 0.2126 * f(r) + 0.7152 * f(g) + 0.0722 * f(b); };
-const back = (e) => { for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor); if (c[3] === 1) return c; }
-  return [255, 255, 255, 1]; };
+const parse = (text) => {
+  const numbers = text.match(/[\\d.]+/g).map(Number);
+  return numbers.length < 4 ? [...numbers, 1] : numbers;
+};
+const linear = (c) => c <= 10.3 ? c / 3294.6 : ((c / 255 + 0.055) / 1.055) ** 2.4;
+const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+const back = (e) => {
+  for (; e; e = e.parentElement) {
+    const colour = parse(getComputedStyle(e).backgroundColor);
+    if (colour[3] === 1) return colour;
+  }
+  return [255, 255, 255, 1];
+};
+const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
 document.querySelectorAll('details').forEach((d) => { d.open = true; });
 const found = [];
 for (const e of document.body.querySelectorAll('*')) {
   const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
   if (!own || !e.getClientRects().length || e.closest('script, style, noscript')) continue;
-  const [a, b] = [light(parse(getComputedStyle(e).color)), light(back(e))];
-  found.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.tagName + '.' + e.className, e.textContent.slice(0, 30)]);
+  const text = light(parse(getComputedStyle(e).color));
+  found.push([ratio(text, light(back(e))), e.tagName + '.' + e.className, e.textContent.slice(0, 30)]);
 }
-const root = getComputedStyle(document.documentElement);
-const canvas = (name, least) => { const box = document.createElement('i'); box.style.color = root.getPropertyValue('--' + name);
-  document.body.append(box); const a = light(parse(getComputedStyle(box).color)); box.remove();
-  const b = light(back(document.querySelector('.chart')));
-  found.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) * 4.5 / least, 'canvas', name]); };
-['text', 'muted'].forEach((name) => canvas(name, 4.5));
-['error', 'warning', 'info', 'limit', ...Array.from({length: 8}, (_, i) => 'line-' + i)].forEach((name) => canvas(name, 3));
+const card = light(back(document.querySelector('.chart')));
+const box = document.body.appendChild(document.createElement('i'));
+for (const name of ['text', 'muted', 'error', 'warning', 'info', 'limit', ...Array(8).keys()]) {
+  box.style.color = `var(--${typeof name === 'number' ? 'line-' + name : name})`;
+  const least = name === 'text' || name === 'muted' ? 4.5 : 3;
+  found.push([ratio(light(parse(getComputedStyle(box).color)), card) * 4.5 / least, 'canvas', name]);
+}
 return found;
 """
 
@@ -421,14 +439,14 @@ def test_the_colours_of_a_heat_map_grow_lighter(failing):
 
 def test_ticks_are_few_and_round(failing):
     ticks = failing.run(
-        "return [linearTicks(0, 1999, 8), logTicks(0.2, 30, 6), logTicks(1e-8, 1e5, 6), logTicks(0.41, 0.46, 5),"
-        "countTicks(3, 5), countTicks(5e5, 5)]"
+        "return [linearTicks(0, 1999, 8), logTicks(0.2, 30, 6), logTicks(1e-8, 1e5, 6),"
+        "logTicks(0.41, 0.46, 5), countTicks(3, 5), countTicks(5e5, 5)]"
     )
     assert ticks[0] == [0, 500, 1000, 1500] and ticks[1] == [0.2, 0.5, 1, 2, 5, 10, 20]
     assert ticks[2] == [1e-8, 1e-5, 1e-2, 10, 1e4] and ticks[3] == [0.42, 0.44, 0.46]
     assert ticks[4] == [0, 1, 2] and ticks[5][0] == 0 and len(ticks[5]) <= 5
     texts = failing.run("return [0.000012, 1234.567, 0.5, -2, 1e7, NaN, Infinity, 0].map(shownNumber)")
-    assert texts == ["1.2e−5", "1,235", "0.5", "−2", "1e7", "NaN", "Inf", "0"]
+    assert texts == ["1.2e\u22125", "1,235", "0.5", "\u22122", "1e7", "NaN", "Inf", "0"]
 
 
 def test_a_run_without_steps_is_a_page_too(window, pages):

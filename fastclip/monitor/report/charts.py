@@ -11,6 +11,7 @@ from typing import Any
 
 from ..record import Record
 from .numbers import WINDOW, Axis, Series, trailing_quantiles, trailing_share
+from .readings import READINGS
 
 Records = Mapping[int, Sequence[Record]]
 _MOST_RANKS = 8  # that have a line each; of more there are the lowest, the median and the highest
@@ -25,7 +26,6 @@ class Chart:
         key: its name in the page.
         scale: of the y axis: "linear", "log", "counts" (0, then log) or "share" (0 to 1).
         unit: said beside the title.
-        reading: how to read it, a sentence or two.
         kinds: of the events that are marked in it.
         lines: (height, label) of fixed lines.
     """
@@ -33,11 +33,15 @@ class Chart:
     key: str
     title: str
     scale: str
-    reading: str
     series: list[Series]
     unit: str = ""
     kinds: tuple[str, ...] = ()
     lines: tuple[tuple[float, str], ...] = ()
+
+    @property
+    def reading(self) -> str:
+        """How to read it, a sentence or two."""
+        return READINGS[self.key]
 
     def told(self, axis: Axis) -> str:
         """The numbers in sentences, for who does not see the chart."""
@@ -146,16 +150,12 @@ def _loss(records: Records, axis: Axis) -> Chart:
         lines[0].role = "faint"
         size = min(WINDOW, max(20, count // 50))
         lines += trailing_quantiles(lines[0], {f"median of {size}": 0.5}, size, size // 4)
-    reading = (
-        "Falls fast, then slowly, with an even noise. A jump that does not come back, or a noise that widens, "
-        "is trouble; look at the gradient norm a few steps before it."
-    )
     kinds = ("loss_spike", "nonfinite", "exception", "bad_batch", "batch_shift")
-    return Chart("loss", "Loss", "linear", reading, lines, kinds=kinds)
+    return Chart("loss", "Loss", "linear", lines, kinds=kinds)
 
 
 def _named(records: Sequence[Record], axis: Axis, name: str, role: str = "main") -> list[Series]:
-    """A line for each name in a mapping, at most _MOST_SERIES, of which the first eight are drawn at first."""
+    """A line for each name in a mapping, at most _MOST_SERIES; the first eight are drawn at first."""
     names = list(dict.fromkeys(key for record in records for key in getattr(record, name)))[:_MOST_SERIES]
     return [
         axis.series(key, ((r.step, getattr(r, name).get(key)) for r in records), role, number < _MOST_RANKS)
@@ -164,8 +164,7 @@ def _named(records: Sequence[Record], axis: Axis, name: str, role: str = "main")
 
 
 def _losses(records: Sequence[Record], axis: Axis) -> Chart:
-    reading = "The further losses that the training has told, by name. One that runs away names the part."
-    return Chart("losses", "Further losses", "linear", reading, _named(records, axis, "losses"))
+    return Chart("losses", "Further losses", "linear", _named(records, axis, "losses"))
 
 
 def _norm(records: Sequence[Record], axis: Axis) -> Chart:
@@ -174,29 +173,19 @@ def _norm(records: Sequence[Record], axis: Axis) -> Chart:
     # Without a limit there is max_norm=inf, which is no line.
     limit = limit if limit.finite() else axis.series("max_norm", ())
     percentiles = trailing_quantiles(norm, {"p50": 0.5, "p95": 0.95})
-    reading = (
-        f"Before clipping. p50 and p95: the median and the 95th percentile of the last {WINDOW} steps. Healthy "
-        "norms fall or stay level, with p95 below max_norm; a median that climbs for several steps comes before "
-        "most explosions."
-    )
     kinds = ("norm_growth", "norm_spike", "norm_drift", "nonfinite")
-    return Chart("norm", "Gradient norm", "log", reading, [norm, *percentiles, limit], kinds=kinds)
+    return Chart("norm", "Gradient norm", "log", [norm, *percentiles, limit], kinds=kinds)
 
 
 def _groups(records: Sequence[Record], axis: Axis) -> Chart:
-    reading = "The norm of each group that is clipped by itself, before clipping."
-    return Chart("groups", "Gradient norm by group", "log", reading, _named(records, axis, "group_norms"))
+    return Chart("groups", "Gradient norm by group", "log", _named(records, axis, "group_norms"))
 
 
 def _clipping(records: Sequence[Record], axis: Axis) -> Chart:
     flags = axis.series("clipped", ((r.step, r.clipped) for r in records))
     share = trailing_share(flags, f"share of {WINDOW} steps")
-    reading = (
-        f"How many of the last {WINDOW} steps were clipped. Clipping is a seat belt, not a steering wheel: a few "
-        "percent are usual; near 100 % the limit, and not the learning rate, sets the size of every step."
-    )
     lines = ((0.9, "too much work"),)
-    return Chart("clipping", "Share of clipped steps", "share", reading, [share], "", ("clip_share",), lines)
+    return Chart("clipping", "Share of clipped steps", "share", [share], "", ("clip_share",), lines)
 
 
 def _rates(records: Sequence[Record], axis: Axis) -> Chart:
@@ -214,19 +203,12 @@ def _rates(records: Sequence[Record], axis: Axis) -> Chart:
         known = distinct.setdefault((tuple(one.at), tuple(one.values)), one)
         if known is not one:
             known.label = f"{known.label}, {one.label.removeprefix('group ')}"
-    reading = (
-        "One for each parameter group. No warm-up at the start, or a rise before an event, is a usual cause."
-    )
-    return Chart("rate", "Learning rate", "linear", reading, list(distinct.values()))
+    return Chart("rate", "Learning rate", "linear", list(distinct.values()))
 
 
 def _scale(records: Sequence[Record], axis: Axis) -> Chart:
     series = axis.series("loss scale", _each(records, "loss_scale"))
-    reading = (
-        "Doubles now and then and is halved when a gradient overflows. A staircase downwards is a collapse: some "
-        "gradient is not finite at any scale."
-    )
-    return Chart("scale", "Loss scale", "log", reading, [series], kinds=("loss_scale",))
+    return Chart("scale", "Loss scale", "log", [series], kinds=("loss_scale",))
 
 
 def _counts(records: Sequence[Record], axis: Axis) -> Chart:
@@ -235,12 +217,7 @@ def _counts(records: Sequence[Record], axis: Axis) -> Chart:
         for label, name in (("NaN", "nan_count"), ("Inf", "inf_count"))
     ]
     series = [one if any(one.values) else axis.series(one.label, ()) for one in series]
-    reading = (
-        "Elements of the gradients that are NaN or Inf. Healthy: none, or single steps under a loss scaler."
-    )
-    return Chart(
-        "counts", "NaN and Inf in the gradients", "counts", reading, series, "elements", ("nonfinite",)
-    )
+    return Chart("counts", "NaN and Inf in the gradients", "counts", series, "elements", ("nonfinite",))
 
 
 def _updates(records: Sequence[Record], axis: Axis) -> Chart:
@@ -255,34 +232,26 @@ def _updates(records: Sequence[Record], axis: Axis) -> Chart:
         return ((step, tell(values) if (b := bad(values)) is None else b) for step, values in known)
 
     series = [axis.series("largest", of(max)), axis.series("median", of(median))]
-    reading = (
-        "What a step changes a parameter by, as a share of its norm. About 0.001 is usual; above 0.2 the learning "
-        "rate is too high, below 0.00000001 nothing is learned."
-    )
     lines = ((0.001, "usual"), (0.2, "too high"))
-    return Chart("updates", "Update ratio", "log", reading, series, "", ("update_ratio",), lines)
+    return Chart("updates", "Update ratio", "log", series, "", ("update_ratio",), lines)
 
 
 def _weights(records: Sequence[Record], axis: Axis) -> Chart:
     series = axis.series("norm of all parameters", _each(records, "param_norm"))
-    reading = "Grows slowly and ever slower. One that grows without end asks for weight decay."
-    return Chart("weights", "Parameter norm", "linear", reading, [series])
+    return Chart("weights", "Parameter norm", "linear", [series])
 
 
 def _speed(records: Records, axis: Axis) -> list[Chart]:
     lines = _scaled(_by_rank(records, axis, "step_time"), 1e3)
-    reading = "Level, apart from the first steps. One rank above the others makes all of them wait."
-    charts = [Chart("time", "Time of a step", "log", reading, lines, "ms", ("rank",))]
+    charts = [Chart("time", "Time of a step", "log", lines, "ms", ("rank",))]
     first = records[min(records)]
     told = _scaled(_told_by(first, axis, "seconds"), 1e3)
     if len(told) > 1:
-        reading = "From the batch to the loss, by rank. One above the others makes all of them wait."
-        charts.append(Chart("seconds", "Time from batch to loss", "log", reading, told, "ms", ("rank",)))
+        charts.append(Chart("seconds", "Time from batch to loss", "log", told, "ms", ("rank",)))
     # One of them: samples differ from tokens by their length only.
     name = "tokens" if any(record.tokens_per_second is not None for record in first) else "samples"
     series = axis.series(f"{name}/s", _each(first, f"{name}_per_second"))
-    reading = "Of the lowest rank. It falls where batches are waited for."
-    return [*charts, Chart("throughput", f"{name.capitalize()} per second", "linear", reading, [series])]
+    return [*charts, Chart("throughput", f"{name.capitalize()} per second", "linear", [series])]
 
 
 def _memory(records: Records, axis: Axis) -> Chart:
@@ -291,5 +260,4 @@ def _memory(records: Records, axis: Axis) -> Chart:
         for one in _named(its, axis, "memory"):
             one.label += f", rank {rank}" if len(records) > 1 else ""
             series += _scaled([one], 2**-20)
-    reading = "Level after the first steps. One that only grows ends in a full memory."
-    return Chart("memory", "Memory", "linear", reading, series, "MiB", ("memory_growth",))
+    return Chart("memory", "Memory", "linear", series, "MiB", ("memory_growth",))

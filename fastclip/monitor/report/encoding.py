@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import sys
@@ -38,7 +39,7 @@ def encoded_places(places: Sequence[int]) -> dict[str, Any]:
     # A run takes about as many characters as ten small distances.
     if 10 * len(runs) <= len(places) + 10:
         return {"runs": runs}
-    distances = [b - a for a, b in zip(places, places[1:], strict=False)]
+    distances = [b - a for a, b in itertools.pairwise(places)]
     kind = "B" if max(distances) < 1 << 8 else "I"
     return {"first": places[0], "u1" if kind == "B" else "u4": _base64(array(kind, distances))}
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..recommendation import recommend
 from ..diagnosis import worst_event
+from ..recommendation import recommend
 from ..record import Record
 from ..runs import Run, Verdict, verdict_of
 from .numbers import WINDOW

@@ -11,6 +11,7 @@ from typing import Any
 from ..record import Record
 from .encoding import encoded, encoded_places
 from .numbers import Axis
+from .readings import READINGS
 
 MOST_ROWS = 120
 MOST_COLUMNS = 1000
@@ -65,17 +66,15 @@ def all_heat_maps(records: Sequence[Record], axis: Axis) -> list[HeatMap]:
     """Of one rank: gradient norms, update ratios and activations, as far as they were measured."""
     maps = [_gradients(records, axis)]
     ratios = {r.step: r.update_ratio for r in records if r.update_ratio and r.applied is not False}
-    reading = (
-        "What a step changes each parameter by, as a share of its norm. One bright row is a part of the model "
-        "whose learning rate is too high for it."
+    maps.append(
+        _heat_map("ratios", "Update ratio by parameter", READINGS["ratios"], ratios, axis, ("update_ratio",))
     )
-    maps.append(_heat_map("ratios", "Update ratio by parameter", reading, ratios, axis, ("update_ratio",)))
     rms = {r.step: {name: _rms(its) for name, its in r.activations.items()} for r in records if r.activations}
-    reading = (
-        "Root mean square of what each module gives out; its NaN and Inf are marked. Healthy rows keep their "
-        "colour; one that brightens from row to row grows through the model."
+    maps.append(
+        _heat_map(
+            "activations", "Activations by module", READINGS["activations"], rms, axis, ("activations",)
+        )
     )
-    maps.append(_heat_map("activations", "Activations by module", reading, rms, axis, ("activations",)))
     return [found for found in maps if found is not None]
 
 
@@ -95,10 +94,7 @@ def _gradients(records: Sequence[Record], axis: Axis) -> HeatMap | None:
     }
     # First those of all gradients, which come in the order of the optimizer.
     order = [name for r in sampled for name in columns[r.step]]
-    reading = (
-        "Before clipping: in each step of the largest gradients, and every hundred steps of all. Healthy rows "
-        "keep their colour; a bright row is where the norm comes from, a dark one learns nothing."
-    )
+    reading = READINGS["gradients"]
     if any(name.startswith("gradient ") for name in order):
         reading += " The log names the largest gradients only; others have their number in the optimizer."
     return _heat_map("gradients", "Gradient norm by parameter", reading, columns, axis, kinds, order)

@@ -36,7 +36,8 @@ def kind_filters(events: Sequence[Told]) -> str:
     if len(counts) < 2:
         return ""
     buttons = "".join(
-        f'<button type="button" aria-pressed="false" data-kind="{escape(kind)}">{escape(kind)} <b>{count:,}</b></button>'
+        f'<button type="button" aria-pressed="false" data-kind="{escape(kind)}">'
+        f"{escape(kind)} <b>{count:,}</b></button>"
         for kind, count in counts.most_common()
     )
     return f'<div class="kinds" role="group" aria-label="Show events of one kind">{buttons}</div>'
@@ -49,7 +50,8 @@ def event_list(events: Sequence[Told]) -> str:
     items = "".join(_event(number, told) for number, told in enumerate(listed))
     rest = len(events) - len(listed)
     note = (
-        f"<p>{rest:,} more are marks in the charts; <code>fastclip diagnose LOG --events</code> lists all.</p>"
+        f"<p>{rest:,} more are marks in the charts; "
+        "<code>fastclip diagnose LOG --events</code> lists all.</p>"
         if rest
         else ""
     )
@@ -61,9 +63,11 @@ def _event(number: int, told: Told) -> str:
     ranks = f' <span class="rank">{ranks_told(told.ranks)}</span>' if told.ranks != [0] else ""
     return (
         f'<li data-kind="{escape(event.kind)}"><details class="event {event.severity}" id="event-{number}" '
-        f'data-step="{event.step}"><summary><span class="shape" aria-hidden="true">{SHAPES[event.severity]}</span> '
+        f'data-step="{event.step}"><summary>'
+        f'<span class="shape" aria-hidden="true">{SHAPES[event.severity]}</span> '
         f'<span class="step">step {event.step:,}</span> <b>{escape(event.kind)}</b> '
-        f'<span class="severity">{event.severity}</span>{ranks} <span class="message">{escape(event.message)}</span>'
+        f'<span class="severity">{event.severity}</span>{ranks} '
+        f'<span class="message">{escape(event.message)}</span>'
         f"</summary>{_explained(told)}</details></li>"
     )
 
@@ -86,13 +90,16 @@ def _explained(told: Told) -> str:
         parts.append("<h4>Where to look first</h4>")
         parts.append(_findings(diagnosis.findings))
     for summary in told.incidents:
-        command = f"fastclip replay {shlex.quote(str(summary.path))} module:build"
         parts.append(
             f"<h4>Incident</h4><p>Saved as {escape(summary.path.name)}, {summary.state}. "
-            f"Run the step again:</p><pre><code>{escape(command)}</code></pre>"
+            f"Run the step again:</p><pre><code>{escape(_command(summary))}</code></pre>"
         )
     parts.append('<button type="button" class="show">Show in the charts</button>')
     return f'<div class="diagnosis">{"".join(parts)}</div>'
+
+
+def _command(summary: IncidentSummary) -> str:
+    return f"fastclip replay {shlex.quote(str(summary.path))} module:build"
 
 
 def _findings(findings: Sequence[Finding]) -> str:
@@ -119,12 +126,13 @@ def _finding(finding: Finding) -> str:
 def incident_table(incidents: Sequence[IncidentSummary]) -> str:
     rows = "".join(
         f"<tr><td>{summary.step:,}</td><td>{escape(summary.kind)}</td><td>{summary.state}</td>"
-        f"<td><code>{escape(f'fastclip replay {shlex.quote(str(summary.path))} module:build')}</code></td></tr>"
+        f"<td><code>{escape(_command(summary))}</code></td></tr>"
         for summary in incidents
     )
     return (
         '<section aria-labelledby="incidents"><h2 id="incidents">Incidents</h2>'
         "<p>Steps that were saved whole and can be run again; module:build is the function that builds the "
-        'training.</p><div class="wide" tabindex="0" role="region" aria-label="Incidents"><table><thead><tr><th>step</th><th>kind</th><th>state</th>'
-        f"<th>command</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
+        'training.</p><div class="wide" tabindex="0" role="region" aria-label="Incidents"><table><thead>'
+        "<tr><th>step</th><th>kind</th><th>state</th><th>command</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table></div></section>"
     )

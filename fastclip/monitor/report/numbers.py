@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections import deque
@@ -88,7 +89,7 @@ def gap_limit(steps: Sequence[int]) -> float:
     """How far apart two steps may be without a gap between them: twice as far as nine of ten are, since what
     is measured every few steps is measured more often at first.
     """
-    apart = sorted(b - a for a, b in zip(steps, steps[1:], strict=False))
+    apart = sorted(b - a for a, b in itertools.pairwise(steps))
     return 2 * quantile(apart, 0.9) if apart else math.inf
 
 
@@ -138,8 +139,8 @@ def without_repeats(series: Series) -> Series:
 
 
 def thinned(series: Series, budget: int) -> Series:
-    """At most about `budget` values: of so many in a row the first, the lowest, the highest, the last, and the
-    first of each kind that is not finite.
+    """At most about `budget` values: of so many in a row the first, the lowest, the highest, the last, and
+    the first of each kind that is not finite.
     """
     count = len(series.values)
     if count <= budget:

@@ -123,7 +123,7 @@ def _data(
 
 
 def _head(head: Head, about: Sequence[tuple[str, str]]) -> str:
-    shape = {"good": "✓", "empty": "–"}.get(head.state) or SHAPES[head.state]
+    shape = {"good": "✓", "empty": "○"}.get(head.state) or SHAPES[head.state]
     parts = [
         f'<section class="verdict {head.state}" aria-label="Verdict">'
         f'<p><span class="shape" aria-hidden="true">{shape}</span> {escape(head.verdict)}</p>'
@@ -135,7 +135,8 @@ def _head(head: Head, about: Sequence[tuple[str, str]]) -> str:
     parts.append("</section>")
     if head.tiles:
         tiles = "".join(
-            f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
+            f'<div class="tile"><dt>{escape(label)}</dt>'
+            f"<dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
             for label, value, note in head.tiles
         )
         parts.append(f'<dl class="tiles">{tiles}</dl>')

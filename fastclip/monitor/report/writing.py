@@ -19,7 +19,6 @@ from .numbers import Axis
 from .page import page_of
 from .told import incidents_near, ranks_told, told_events
 
-
 Source = str | os.PathLike[str] | Run | Mapping[int, Sequence[Record]]
 
 
