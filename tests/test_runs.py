@@ -192,6 +192,7 @@ def test_rows_are_counted_where_no_column_names_the_step(tmp_path):
         ("Train/Samples/train_loss,Train/Samples/lr", {"lr": "Train/Samples/lr"}),
         ("iteration,lm loss,grad-norm,loss-scale", {"loss": "lm loss", "loss_scale": "loss-scale"}),
         ("step,_step,trainer/global_step,loss", {"step": "step"}),
+        ("total_steps,current_steps,loss,lr", {"step": "current_steps"}),
     ],
 )
 def test_which_column_is_taken(tmp_path, columns, chosen):
