@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 
 .PHONY: install demo test test-full bench bench-smoke gpu-check wheel lint format types clean
 
-install: $(VENV)/installed
+install: $(VENV)/installed $(VENV)/oldest-installed
 
 $(VENV)/torch-installed:
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,12 @@ $(VENV)/torch-installed:
 $(VENV)/installed: $(VENV)/torch-installed pyproject.toml setup.py $(shell find csrc -type f)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
 	$(BIN)/python -m fastclip
+	touch $@
+
+# The oldest Transformers and Accelerate that are supported, in a folder of their own, for their tests.
+$(VENV)/oldest-installed: $(VENV)/torch-installed tests/oldest/requirements.txt
+	rm -rf $(VENV)/oldest
+	$(BIN)/python -m pip install --quiet --target $(VENV)/oldest --no-deps -r tests/oldest/requirements.txt
 	touch $@
 
 demo: install
@@ -53,6 +59,7 @@ wheel: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 format: install

@@ -22,6 +22,8 @@ ROOT = Path(__file__).parent
 REPORT = ROOT / "fastclip" / "_build_report.txt"
 MODES = ("auto", "cpu", "cuda", "none")
 MODE = os.environ.get("FASTCLIP_BUILD", "auto")
+DESCRIBING = {"dist_info", "egg_info", "sdist"}
+BUILDING = {"bdist_wheel", "build", "build_ext", "build_py", "develop", "editable_wheel", "install"}
 CPU, CUDA = "fastclip.libfastclip_cpu", "fastclip.libfastclip_cuda"
 ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0+PTX", "10.0", "12.0+PTX")
 # Contraction would make the last bits of a norm depend on the instruction set; see csrc/cpu/loops.h.
@@ -253,6 +255,8 @@ class AnyPython(bdist_wheel):
 def decide() -> dict:
     if MODE not in MODES:
         sys.exit(f"FASTCLIP_BUILD: expected one of {', '.join(MODES)}, but got {MODE!r}")
+    if DESCRIBING & set(sys.argv) and not BUILDING & set(sys.argv):
+        return {}  # metadata and sources are the same everywhere; what was built stays as it is
     reason = "FASTCLIP_BUILD=none" if MODE == "none" else reason_against()
     if reason is None:
         return native_build()
