@@ -180,7 +180,11 @@ def test_the_losses_are_those_of_lightnings_own_clipping(fused):
 def test_without_max_norm_nothing_is_changed():
     own, module = Module(), Module()
     trainer().fit(own, loader())
-    monitor = fit(module, callback=FastclipCallback())
+    callback = FastclipCallback()
+    (made := trainer(callback)).fit(module, loader())
+    monitor = callback.monitor
+    assert "fastclip/clip_coef" not in made.callback_metrics
+    assert made.callback_metrics["fastclip/total_norm"] == monitor.records[-1].total_norm
     assert module.losses == own.losses
     assert all(map(torch.equal, parameters(module), parameters(own)))
     assert set(column(monitor, "clip_coef")) == {None}
@@ -249,7 +253,11 @@ class Measuring(Module):
     """Measures the gradients as Lightning shows them before the step."""
 
     def on_fit_start(self):
-        self.norms = []
+        self.norms, self.logged = [], []
+
+    def log_dict(self, numbers, **options):
+        self.logged.append(float(numbers["fastclip/total_norm"]))
+        super().log_dict(numbers, **options)
 
     def on_before_optimizer_step(self, optimizer):
         grads = [p.grad.double().flatten() for p in self.parameters()]
@@ -284,6 +292,7 @@ def test_accumulated_batches_are_one_step_and_the_loss_their_mean(accumulated):
     assert column(monitor, "micro_batches") == [len(part) for part in parts]
     assert column(monitor, "loss") == pytest.approx([sum(part) / len(part) for part in parts], rel=1e-6)
     assert column(monitor, "total_norm") == pytest.approx(module.norms, rel=1e-6)
+    assert module.logged == pytest.approx(module.norms, rel=1e-6)  # once a step
 
 
 def test_numbers_are_logged_for_each_step(tmp_path):
@@ -297,10 +306,11 @@ def test_numbers_are_logged_for_each_step(tmp_path):
         assert logged == pytest.approx(column(monitor, name), rel=1e-6)
 
 
-def test_a_trainer_that_logs_nothing_is_watched_too():
+def test_a_trainer_that_logs_nothing_is_watched_too(recwarn):
     made = trainer(callback := FastclipCallback(max_norm=0.5), barebones=True, logger=None)
     made.fit(Module(), loader())
     assert len(callback.monitor.records) == BATCHES
+    assert not [warning for warning in recwarn if "self.log" in str(warning.message)]
 
 
 def test_validation_sanity_check_and_test_are_no_steps():
@@ -371,6 +381,54 @@ def test_manual_optimization_with_one_optimizer():
             assert column(monitor, "total_norm") == pytest.approx(module.norms, rel=1e-6)
 
 
+def test_losses_that_are_no_real_number_are_passed_over():
+    class Odd(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = self.loss_of(batch)
+            loss = torch.complex(loss, loss) if batch_idx % 2 else torch.stack([loss, loss])
+            self.manual_backward(loss, gradient=torch.ones_like(loss))
+            optimizer.step()
+
+    monitor = fit(Odd())
+    assert column(monitor, "loss") == [None] * BATCHES == column(monitor, "error")
+    assert all(norm > 0 for norm in column(monitor, "total_norm"))
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")  # that it is experimental
+def test_no_batch_is_recorded_where_lightning_shows_another_one():
+    class Iterating(Module):
+        def training_step(self, dataloader_iter):
+            batch, batch_idx, _ = next(dataloader_iter)
+            return super().training_step(batch, batch_idx)
+
+    module = Iterating()
+    monitor = fit(module, max_steps=5)
+    assert column(monitor, "loss") == module.losses and len(module.losses) == 5
+    assert column(monitor, "batch") == [{}] * 5
+
+
+def test_an_optimizer_that_the_module_has_attached_keeps_its_handle():
+    class Attaching(Module):
+        def configure_optimizers(self):
+            [optimizer], schedulers = super().configure_optimizers()
+            self.handle = fastclip.attach(optimizer, 0.5)
+            return [optimizer], schedulers
+
+    module, other = Attaching(), Module()
+    monitor = fit(module, callback=FastclipCallback())
+    assert monitor.handle is module.handle is handle_of(module.handle.optimizer)
+    assert module.handle.observers == []
+    fit(other)
+    assert module.losses == other.losses
+    refused_later = trainer(FastclipCallback(max_norm=1.0))
+    with pytest.raises(RuntimeError, match="attached already, with max_norm 0.5"):
+        refused_later.fit(Attaching(), loader())
+
+
 # What goes wrong.
 
 
@@ -404,6 +462,18 @@ def test_an_event_with_the_action_stop_stops_the_trainer():
     made = trainer(callback, max_epochs=3)
     made.fit(Module(), loader(poisoned()))
     assert made.global_step == 7 == len(callback.monitor.records)
+
+
+def test_a_lower_learning_rate_reaches_the_scheduler():
+    class Scheduled(Module):
+        def configure_optimizers(self):
+            optimizer = adamw(self.parameters(), False)
+            constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # of its own base rate
+            return [optimizer], [{"scheduler": constant, "interval": "step"}]
+
+    callback = FastclipCallback(max_norm=0.5, actions={"nonfinite": "lower_lr"})
+    monitor = fit(Scheduled(), samples=poisoned(), callback=callback)
+    assert column(monitor, "lr") == [[0.01]] * 7 + [[0.005]] * 3
 
 
 class Failing(Module):

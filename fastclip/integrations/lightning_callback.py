@@ -123,11 +123,10 @@ class TrainerHooks:
         if self._steps is None:
             return
         clears = batch_idx % trainer.accumulate_grad_batches == 0 and pl_module.automatic_optimization
-        if self._steps.batches and clears:
+        if self._steps.begun and clears:
             # Lightning clears the gradients of the batches before, which no step has used.
             self.monitor._watcher.drop()
-            self._steps.batches = 0
-        self._steps.batches += 1
+        self._steps.begun = True
         if self._tells_batches:
             sample_ids = None if self._sample_ids is None else self._sample_ids(batch)
             self.monitor.batch(batch, sample_ids=sample_ids)
@@ -140,7 +139,7 @@ class TrainerHooks:
         scaler = _scaler_of(trainer)
         if scaler is not None and scaler._scale is not None:
             loss = loss / scaler._scale
-        if pl_module.automatic_optimization and trainer.accumulate_grad_batches != 1:
+        if trainer.accumulate_grad_batches != 1:  # never with manual optimization
             loss = loss * trainer.accumulate_grad_batches
         self.monitor.loss(loss)
 
@@ -150,7 +149,8 @@ class TrainerHooks:
         if self._steps is None:
             return
         if self._steps.made and not trainer.barebones:
-            pl_module.log_dict(self._numbers(self._steps.plan), on_step=True, on_epoch=False)
+            numbers = self._numbers(self._steps.plan)
+            pl_module.log_dict(numbers, on_step=True, on_epoch=False, batch_size=1)  # no mean is taken
         self._steps.made = False
         if self.monitor.should_stop:
             trainer.should_stop = True
@@ -202,13 +202,13 @@ class _Steps:
     Attributes:
         made: whether there was one since this was last made False.
         plan: of the last one; None if there were no gradients.
-        batches: how many batches were told since the last one.
+        begun: whether a batch has come since the last one.
     """
 
     def __init__(self, handle: Handle) -> None:
         self.made = False
         self.plan: Plan | None = None
-        self.batches = 0
+        self.begun = False
         self._handle = handle
         handle.observers.append(self)
 
@@ -217,7 +217,7 @@ class _Steps:
 
     def after_step(self) -> None:
         self.made = True
-        self.batches = 0
+        self.begun = False
 
     def detach(self) -> None:
         self._handle.observers.remove(self)
