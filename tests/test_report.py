@@ -16,6 +16,7 @@ import torch
 
 from fastclip.cli import main
 from fastclip.monitor import MEANINGS, Event, IncidentSaved, Monitor, Record, diagnose
+from fastclip.monitor.evidence.incident import IncidentSummary
 from fastclip.monitor.report import charts, encoding, heat, numbers, page, report_html, told, write_report
 from fastclip.monitor.runs import Run
 from fastclip.monitor.sinks import JsonlSink
@@ -217,6 +218,13 @@ def test_the_numbers_of_the_page_are_those_of_the_log():
     np.testing.assert_allclose(values, [r.loss for r in records if r.loss is not None], rtol=1e-6)
 
 
+@pytest.mark.parametrize("last, scale", [(2.0, "linear"), (5000.0, "log"), (NAN, "linear"), (-1e4, "linear")])
+def test_a_loss_that_explodes_has_a_logarithmic_axis(last, scale):
+    records = records_of(300)
+    records[-1].loss = last
+    assert data_of(report_html({0: records}))["charts"][0]["scale"] == scale
+
+
 def test_a_value_that_is_missing_for_long_is_a_gap():
     records = records_of(500)
     for record in records[200:220]:
@@ -352,6 +360,29 @@ def test_an_incident_is_shown_with_the_command_that_replays_it(tmp_path, capsys)
     assert capsys.readouterr().err.splitlines()[-1].startswith("fastclip: nowhere: ")
 
 
+def test_an_incident_belongs_to_the_event_of_its_step_or_the_next_of_its_kind():
+    def summary(step, kind):
+        return IncidentSummary(Path(f"{step:08}-{kind}"), step, kind, None, None, 0)
+
+    records = [Record(s) for s in range(100)]
+    for step, kind in ((10, "norm_spike"), (10, "loss_spike"), (30, "norm_spike"), (90, "nonfinite")):
+        records[step].events.append(Event(kind, step, "warning", "x"))
+    saved = [
+        summary(10, "loss_spike"),
+        summary(10, "nonfinite"),
+        summary(21, "norm_spike"),
+        summary(60, "nonfinite"),
+    ]
+    events = told.told_events({0: records}, saved)
+    found = {(t.event.step, t.event.kind): [s.path.name for s in t.incidents] for t in events}
+    assert found == {
+        (10, "norm_spike"): ["00000010-nonfinite"],
+        (10, "loss_spike"): ["00000010-loss_spike"],
+        (30, "norm_spike"): ["00000021-norm_spike"],
+        (90, "nonfinite"): [],
+    }
+
+
 # The page.
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -439,6 +470,9 @@ def test_the_verdict_says_what_happened_and_where_to_look():
     reader = " ".join(Reader(report_html({0: failing()})).text)
     assert "It went wrong at step 100: the loss is nan; the gradients hold 3 NaN" in reader
     assert "The run ends in NaN or Inf." in reader and "Look first at the model: step 100" in reader
+    rose = [Record(s, loss=2.0 + s % 7 / 100 if s < 200 else 50.0 + s) for s in range(300)]
+    text = " ".join(Reader(report_html({0: watched(rose)})).text)
+    assert "It went wrong at step 200: the loss rose from 2.03 to 250 and ended at" in text
     assert "Healthy: no warning in 300 steps." in report_html({0: records_of(300)})
 
 

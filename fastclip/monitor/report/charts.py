@@ -15,6 +15,7 @@ from .readings import READINGS
 
 Records = Mapping[int, Sequence[Record]]
 _MOST_RANKS = 8  # that have a line each; of more there are the lowest, the median and the highest
+_WIDE = 30  # times the median, from which on a loss has a logarithmic axis
 _MOST_SERIES = 12  # of what has names: learning rates, losses
 
 
@@ -151,7 +152,14 @@ def _loss(records: Records, axis: Axis) -> Chart:
         size = min(WINDOW, max(20, count // 50))
         lines += trailing_quantiles(lines[0], {f"median of {size}": 0.5}, size, size // 4)
     kinds = ("loss_spike", "nonfinite", "exception", "bad_batch", "batch_shift")
-    return Chart("loss", "Loss", "linear", lines, kinds=kinds)
+    return Chart("loss", "Loss", _scale_for(lines), lines, kinds=kinds)
+
+
+def _scale_for(lines: Sequence[Series]) -> str:
+    """Logarithmic for an explosion, of which a linear axis would show nothing but its last steps."""
+    values = [value for line in lines for value in line.finite()]
+    is_wide = bool(values) and min(values) > 0 and max(values) > _WIDE * median(values)
+    return "log" if is_wide else "linear"
 
 
 def _named(records: Sequence[Record], axis: Axis, name: str, role: str = "main") -> list[Series]:
@@ -164,7 +172,8 @@ def _named(records: Sequence[Record], axis: Axis, name: str, role: str = "main")
 
 
 def _losses(records: Sequence[Record], axis: Axis) -> Chart:
-    return Chart("losses", "Further losses", "linear", _named(records, axis, "losses"))
+    lines = _named(records, axis, "losses")
+    return Chart("losses", "Further losses", _scale_for(lines), lines)
 
 
 def _norm(records: Sequence[Record], axis: Axis) -> Chart:

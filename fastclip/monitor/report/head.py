@@ -91,12 +91,11 @@ def _verdict(verdict: Verdict, records: Sequence[Record], events: Sequence[Told]
     steps = "1 step" if verdict.steps == 1 else f"{verdict.steps:,} steps"
     if not verdict.findings:
         return "good", f"Healthy: no warning in {steps}."
-    worst = worst_event(told.event for told in events)
-    # Of several at once that which a diagnosis explains.
     first = verdict.findings[0]
-    first = next(
-        (f for f in verdict.findings if worst and (f.kind, f.step) == (worst.kind, worst.step)), first
-    )
+    if (worst := worst_event(told.event for told in events)) is not None:
+        # Of several that are as severe, that which a diagnosis explains.
+        alike = (f for f in verdict.findings if f.severity == first.severity)
+        first = next((f for f in alike if (f.kind, f.step) == (worst.kind, worst.step)), first)
     begin = "It went wrong at" if first.severity == "error" else "Look at"
     text = f"{begin} step {first.step:,}: {_sentence(first.message)}"
     last = records[-1]

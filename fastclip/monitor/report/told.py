@@ -15,6 +15,7 @@ from ..record import SEVERITIES, Event, Record
 MOST_LISTED = 300
 MOST_DIAGNOSED = 100
 MOST_MARKED = 20_000
+_LATER = 20  # steps
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Told:
         event: the most severe one of them.
         messages: what they said, each once.
         diagnosis: where to look first, if it is one of those that were explained.
-        incidents: saved in that step, for an event of that kind.
+        incidents: saved in that step, or shortly before for what became this event.
     """
 
     event: Event
@@ -56,14 +57,24 @@ def told_events(
                     told.ranks.append(event.rank)
                 if event.message not in told.messages:
                     told.messages.append(event.message)
-    for summary in incidents:
-        if (summary.step, summary.kind) in found:
-            found[summary.step, summary.kind].incidents.append(summary)
     events = sorted(found.values(), key=lambda told: (told.event.step, -told.weight))
+    for summary in incidents:
+        if (told_of := _event_of(summary, events)) is not None:
+            told_of.incidents.append(summary)
     steps = {rank: [record.step for record in its] for rank, its in records.items()}
     for told in most_telling(events, MOST_DIAGNOSED):
         told.diagnosis = diagnose(_near(records, steps, told.event.step), told.event)
     return events
+
+
+def _event_of(summary: IncidentSummary, events: Sequence[Told]) -> Told | None:
+    """That of the step, best of the same kind; else the next of its kind: what saves an incident decides by
+    other rules than a detector, and earlier.
+    """
+    step, kind = summary.step, summary.kind
+    same = [told for told in events if told.event.step == step]
+    later = [told for told in events if told.event.kind == kind and 0 < told.event.step - step <= _LATER]
+    return next((told for told in same if told.event.kind == kind), None) or next(iter(same + later), None)
 
 
 def _near(

@@ -1,7 +1,7 @@
 "use strict";
 // The list of events: opened from a mark, shown by kind, and back to the charts.
 
-function scrollTo(element, block) {
+function bringIntoView(element, block) {
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
   element.scrollIntoView({ block, behavior: calm ? "auto" : "smooth" });
 }
@@ -17,7 +17,7 @@ function openEvent([step, kind, severity, number]) {
   if (details.parentElement.hidden) showKind(null);
   details.open = true;
   details.querySelector("summary").focus({ preventScroll: true });
-  scrollTo(details, "center");
+  bringIntoView(details, "center");
 }
 
 function showKind(kind) {
@@ -39,6 +39,6 @@ function startEvents() {
     const step = Number(event.target.closest("details").dataset.step);
     view.set(step - 60, step + 20);
     view.setCursor(step);
-    scrollTo(document.getElementById("charts"), "start");
+    bringIntoView(document.getElementById("charts"), "start");
   });
 }
