@@ -529,3 +529,13 @@ def test_a_line_without_end(tmp_path, monkeypatch):
     path = put(tmp_path / "a.csv", "step,loss\n" + "1" * 2000)
     with pytest.raises(LogError, match=f"{path}:2: the line is longer than"):
         read_run(path)
+
+
+def test_a_gzip_that_is_damaged_far_from_its_beginning(tmp_path):
+    text = "step,loss\n" + "".join(f"{i},{math.sin(i)}\n" for i in range(8000))
+    content = bytearray(gzip.compress(text.encode()))
+    content[-30_000:-29_000] = b"\xff" * 1000
+    path = put(tmp_path / "a.csv.gz", bytes(content))
+    with pytest.raises(LogError) as caught:
+        read_run(path)
+    assert str(caught.value).startswith(f"{path}") and "\n" not in str(caught.value)
