@@ -213,6 +213,7 @@ def test_trainer_state(tmp_path):
         {"epoch": 0.1, "grad_norm": 1.5, "learning_rate": 5e-05, "loss": 2.5, "step": 10},
         {"epoch": 0.1, "eval_loss": 9.0, "eval_runtime": 1.0, "step": 10},
         {"grad_norm": "2.5", "learning_rate": 4e-05, "loss": 2.0, "step": 20},
+        {"eval_loss": 8.0, "step": 25},
         {"grad_norm": {"value": 0.5}, "loss": 1.5, "step": 30},
         {"grad_norm": NAN, "learning_rate": 1e-05, "loss": 0.0, "step": 40},
         {"epoch": 1.0, "train_loss": 5.0, "train_runtime": 3.0, "total_flos": 1, "step": 40},

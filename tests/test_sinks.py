@@ -290,7 +290,8 @@ def written(tmp_path_factory):
     tensorboard, log = (tmp_path_factory.mktemp(name) for name in ("tensorboard", "log"))
     torch.manual_seed(0)
     model = Words()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parts = [{"params": model.embedding.parameters(), "lr": 1e-2}, {"params": model.head.parameters()}]
+    optimizer = torch.optim.AdamW(parts, lr=3e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     groups = {"groups": lambda name: name.split(".")[0], "names": model.named_parameters()}
     fastclip.attach(optimizer, 1.0, scaler=scaler, **groups)

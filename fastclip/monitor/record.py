@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 SEVERITIES = ("info", "warning", "error")
@@ -139,27 +141,40 @@ class Record:
 
 def _checked(cls: type, data: dict[str, Any]) -> dict[str, Any]:
     """What the class has fields for, if it is of their types."""
-    known = {f.name: str(f.type) for f in fields(cls)}
+    checks = _checks(cls)
+    known = {}
     for key, value in data.items():
-        if key in known and not _fits(value, known[key]):
-            raise ValueError(f"expected {key} to be {known[key]}, but got {_shown(value)}")
-    return {key: value for key, value in data.items() if key in known}
+        if (check := checks.get(key)) is not None:
+            if not check[1](value):
+                raise ValueError(f"expected {key} to be {check[0]}, but got {_shown(value)}")
+            known[key] = value
+    return known
 
 
-def _fits(value: Any, annotation: str) -> bool:
-    """Whether a value is of a type as written in the classes above; an int is a float, a bool is neither."""
+@cache
+def _checks(cls: type) -> dict[str, tuple[str, Callable[[Any], bool]]]:
+    """By field of a class: its type as written, and what tells whether a value is of it."""
+    return {f.name: (str(f.type), _check_of(str(f.type))) for f in fields(cls)}
+
+
+def _check_of(annotation: str) -> Callable[[Any], bool]:
+    """For a type as written in the classes above; an int is a float, a bool is neither."""
     optional = annotation.removesuffix(" | None")
-    if value is None:
-        return optional != annotation or annotation == "Any"
-    if optional.startswith("dict[str, "):
-        inner = optional.removeprefix("dict[str, ")[:-1]
-        return isinstance(value, dict) and all(_fits(item, inner) for item in value.values())
-    if optional.startswith("list["):
-        inner = optional.removeprefix("list[")[:-1]
-        return isinstance(value, list) and all(_fits(item, inner) for item in value)
-    if optional in ("int", "float"):
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return isinstance(value, {"bool": bool, "str": str, "Event": Event}.get(optional, object))
+    if optional != annotation:
+        inner = _check_of(optional)
+        return lambda value: value is None or inner(value)
+    if annotation.startswith("dict[str, "):
+        inner = _check_of(annotation.removeprefix("dict[str, ")[:-1])
+        return lambda value: isinstance(value, dict) and all(map(inner, value.values()))
+    if annotation.startswith("list["):
+        inner = _check_of(annotation.removeprefix("list[")[:-1])
+        return lambda value: isinstance(value, list) and all(map(inner, value))
+    if annotation == "Any":
+        return lambda value: True
+    if annotation in ("int", "float"):
+        return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
+    kind = {"bool": bool, "str": str, "Event": Event}[annotation]
+    return lambda value: isinstance(value, kind)
 
 
 def _shown(value: Any) -> str:
