@@ -32,11 +32,14 @@ demo: install
 	rm -rf build/demo
 	$(BIN)/python -m fastclip demo build/demo
 
+# A process a core, each with whole files: what a file has made once serves all its tests.
+PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=loadfile
+
 test: install
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-full: install
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 bench: install
 	$(BIN)/python -m benchmarks
