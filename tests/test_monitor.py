@@ -96,6 +96,7 @@ def test_every_number_of_a_step():
     assert record.samples_per_second == pytest.approx(8 / record.step_time)
     assert set(monitor.records[0].to_dict()) <= set(MEANINGS)
     assert len(monitor.records[0].tensor_norms) == 4 and not monitor.records[1].tensor_norms
+    assert monitor.records[0].tensor_names == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
 def plain_run(model, optimizer, max_norm, nan_at=()):

@@ -257,22 +257,14 @@ def test_one_log_tells_the_losses_of_all_ranks():
     ] == 2
 
 
-def test_names_of_gradients_are_those_beside_the_same_number():
-    worst = [{"name": "c", "norm": 3.0}, {"name": "a", "norm": 1.0}, {"name": "bad", "norm": NAN}]
-    records = [Record(0, tensor_norms=[1.0, 2.0, 3.0], worst=worst)]
-    assert heat.names_of(records) == {0: "a", 2: "c"}
-    records.append(Record(100, tensor_norms=[5.0, 2.0, 6.0], worst=[{"name": "a", "norm": 6.0}]))
-    assert heat.names_of(records) == {}, "names that contradict each other are none"
-
-
 def test_the_heat_map_has_all_gradients_and_marks_what_is_not_finite():
     records = [clipped(s, 1.0, worst=[{"name": "b", "norm": 2.0}]) for s in range(200)]
     for step in (0, 100):
-        records[step].tensor_norms = [1.0, 2.0, 0.0]
+        records[step].tensor_norms, records[step].tensor_names = [1.0, 2.0, 0.0], ["a", "b", "NaN"]
     records[150].worst = bad_gradients("b")["worst"]
     page = report_html({0: records})
     found = data_of(page)["heats"][0]
-    assert found["rows"] == ["gradient 0", "b", "gradient 2"] and places_of(found["at"]) == list(range(200))
+    assert found["rows"] == ["a", "b", "NaN"] and places_of(found["at"]) == list(range(200))
     table = values_of(found["values"]).reshape(3, 200)
     assert table[0, 0] == 1 and table[0, 1] == -1 and table[1, 1] == 2 and np.isnan(table[1, 150])
     assert "NaN or Inf in b." in page

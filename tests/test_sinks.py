@@ -41,6 +41,7 @@ RECORD = {
     "samples_per_second": 100.0,
     "memory": {"allocated": 1 << 40},
     "tensor_norms": [0.5, NAN, INF, 2.0, 1e30],
+    "tensor_names": ["a", "NaN", "Infinity", "b", "c"],
     "events": [
         {"kind": "nan", "step": 17, "severity": "error", "message": "-Infinity", "values": {"norm": -INF}},
         {"kind": "nan", "step": 17, "severity": "error", "message": "second", "values": {}},

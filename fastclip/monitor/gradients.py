@@ -100,6 +100,7 @@ def fields_of(values: dict[str, Any], request: Gradients, name_of: Callable[[Ten
     ]
     if request.with_norms:
         found["tensor_norms"] = [norm * inv_scale for norm in values["tensor_norms"]]
+        found["tensor_names"] = [name_of(parameter) for parameter in request.parameters]
     return found
 
 

@@ -73,6 +73,7 @@ class Record:
     nonfinite_ranks: list[int] = field(default_factory=list)
     worst: list[dict[str, Any]] = field(default_factory=list)
     tensor_norms: list[float] = field(default_factory=list)
+    tensor_names: list[str] = field(default_factory=list)
     applied: bool | None = None
     held: bool = False
     skipped_steps: int = 0
@@ -200,6 +201,7 @@ MEANINGS: dict[str, str] = {
     "nonfinite_ranks": "processes whose part of the gradients held NaN or Inf; empty without shards",
     "worst": "gradients with the most NaN and Inf, then the largest norms: unscaled, before clipping, global",
     "tensor_norms": "norm of each gradient, unscaled, before clipping, global; every few steps",
+    "tensor_names": "name of the parameter of each of the tensor_norms",
     "applied": "whether the step changed the parameters",
     "held": "whether the monitor left the step out: action skip",
     "skipped_steps": "steps left out so far, for whatever reason",

@@ -84,48 +84,23 @@ def _rms(statistics: Mapping[str, float]) -> float:
 
 def _gradients(records: Sequence[Record], axis: Axis) -> HeatMap | None:
     kinds = ("norm_growth", "norm_spike", "norm_drift", "nonfinite")
-    sampled = [record for record in records if record.tensor_norms]
-    names = names_of(sampled)
-    columns = {
-        r.step: {names.get(i, f"gradient {i}"): norm for i, norm in enumerate(r.tensor_norms)}
-        | {str(told.get("name")): _norm(told) for told in r.worst}
-        for r in records
-        if r.tensor_norms or r.worst
-    }
+    columns = {r.step: _named(r) for r in records if r.tensor_norms or r.worst}
     # First those of all gradients, which come in the order of the optimizer.
-    order = [name for r in sampled for name in columns[r.step]]
+    order = [name for r in records if r.tensor_norms for name in columns[r.step]]
     reading = READINGS["gradients"]
-    if any(name.startswith("gradient ") for name in order):
-        reading += " The log names the largest gradients only; others have their number in the optimizer."
     return _heat_map("gradients", "Gradient norm by parameter", reading, columns, axis, kinds, order)
+
+
+def _named(record: Record) -> dict[str, float]:
+    names = record.tensor_names or [f"gradient {i}" for i in range(len(record.tensor_norms))]
+    norms = dict(zip(names, record.tensor_norms, strict=False))
+    return norms | {str(told.get("name")): _norm(told) for told in record.worst}
 
 
 def _norm(worst: Mapping[str, Any]) -> float:
     norm = worst.get("norm")
     is_bad = worst.get("nan_count", 0) or worst.get("inf_count", 0)
     return math.nan if is_bad or not isinstance(norm, (int, float)) else float(norm)
-
-
-def names_of(records: Sequence[Record]) -> dict[int, str]:
-    """Names by the place in tensor_norms, where the same number stands beside a name in `worst`: the log says
-    which gradients were the largest, and how large. A name or place that comes twice is none.
-    """
-    found: dict[int, set[str]] = {}
-    for record in records:
-        for told in record.worst:
-            norm = told.get("norm")
-            if not isinstance(norm, (int, float)) or not math.isfinite(norm) or norm <= 0:
-                continue
-            near = [i for i, n in enumerate(record.tensor_norms) if abs(n - norm) <= 1e-6 * norm]
-            if len(near) == 1:
-                found.setdefault(near[0], set()).add(str(told.get("name")))
-    every = [name for names in found.values() for name in names]
-    return {
-        place: name
-        for place, names in found.items()
-        for name in names
-        if len(names) == every.count(name) == 1
-    }
 
 
 def _heat_map(

@@ -15,7 +15,7 @@ from .jsonl import FORMAT, VERSION_KEY, log_files
 _NUMBERS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 # Text under these keys stays text, even if it reads "NaN" ...
-_TEXT_KEYS = frozenset({"name", "message", "kind", "severity", "sample_ids", "error"})
+_TEXT_KEYS = frozenset({"name", "message", "kind", "severity", "sample_ids", "error", "tensor_names"})
 # ... but not where the keys are names that a user chose: a loss may be called "error".
 _NAMED = frozenset({"losses", "group_norms", "update_ratio", "activations", "batch", "token_ids", "values"})
 
@@ -52,7 +52,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
     """Read the log that JsonlSink wrote.
 
     Non-finite numbers come back as floats: the exact strings "NaN", "Infinity" and "-Infinity" are taken for
-    them except under "name", "message", "kind", "severity", "error" and "sample_ids".
+    them except under "name", "message", "kind", "severity", "error", "sample_ids" and "tensor_names".
 
     Args:
         path: the directory, for all ranks and all their files, or one file.
