@@ -36,11 +36,11 @@ def tracked() -> list[str]:
     return [name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
 
 
-def run(*command: str, cwd: Path, status: int = 0, **environment: str) -> subprocess.CompletedProcess:
-    """A command that has to end with this exit status."""
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    """A command that has to succeed."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", **environment}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=900)
-    assert done.returncode == status, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
@@ -83,9 +83,9 @@ def site(wheel, tmp_path_factory) -> Path:
 def fastclip_(site, tmp_path):
     """Run the installed command in an empty directory; returns what it printed."""
 
-    def call(*arguments: str, status: int = 0) -> str:
+    def call(*arguments: str) -> str:
         command = [sys.executable, str(site / "bin" / "fastclip"), *arguments]
-        return run(*command, cwd=tmp_path, status=status, PYTHONPATH=str(site)).stdout
+        return run(*command, cwd=tmp_path, PYTHONPATH=str(site)).stdout
 
     return call
 
@@ -165,16 +165,16 @@ def test_the_doctor(fastclip_, wheel, site):
     assert ("native     in use" in told) == has_library(wheel)
 
 
-def test_the_demo_and_the_commands_it_tells(fastclip_):
+def test_the_demo_and_the_commands_it_tells(fastclip_, site, tmp_path):
     pytest.importorskip("plotext")
     pytest.importorskip("tqdm")
     told = fastclip_("demo", "run", "--quick", "--threads", "1")
     assert "Passed: the two trainings agree" in told and "fastclip lint run" in told
-    page = fastclip_("report", "run", "-o", "report.html")
-    assert "report.html" in page
-    incidents = fastclip_("incidents", "run")
-    assert "nonfinite" in incidents and "whole" in incidents
-    assert "nonfinite" in fastclip_("lint", "run", status=2)
+    code = "import sys; from fastclip.cli import main; print([main(line.split()) for line in sys.argv[1:]])"
+    lines = ("report run -o report.html", "incidents run", "lint run")
+    shown = run(sys.executable, "-c", code, *lines, cwd=tmp_path, PYTHONPATH=str(site)).stdout
+    assert shown.endswith("[0, 0, 2]\n") and "whole" in shown and "nonfinite" in shown
+    assert "uPlot" in (tmp_path / "report.html").read_text(encoding="utf-8")  # the assets are there
 
 
 IMPORTS = """
@@ -193,6 +193,8 @@ class NothingElse:
 sys.meta_path.insert(0, NothingElse())
 import fastclip
 for found in pkgutil.walk_packages(fastclip.__path__, "fastclip."):
+    if found.name.startswith("fastclip.lib"):  # of ops, not of Python
+        continue
     try:
         importlib.import_module(found.name)
         print(found.name, "imported")
@@ -212,7 +214,10 @@ def test_every_module_can_be_imported_or_names_its_extra(site, tmp_path):
     assert {name for name, *_ in lines} == modules - {"fastclip"}
     for name, outcome, *reason in lines:
         if outcome == "refused" and not name.startswith("fastclip.backends.triton."):
-            assert re.search(r"torch-fastclip\[\w+\]", reason[0]), (name, reason)
+            assert re.search(r"pip install .*(torch-fastclip\[\w+\]|pytorch-lightning)", reason[0]), (
+                name,
+                reason,
+            )
     assert sum(outcome == "imported" for _, outcome, *_ in lines) > 100
 
 
