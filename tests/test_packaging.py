@@ -181,6 +181,9 @@ IMPORTS = """
 import importlib, pkgutil, sys
 import torch
 
+for name in [name for name in sys.modules if name.partition(".")[0] == "tqdm"]:
+    del sys.modules[name]  # torch uses it where it is there; an extra of ours brings it
+
 class NothingElse:
     '''Refuses to import what is neither torch's, Python's nor the package's.'''
     known = set(sys.modules)
