@@ -146,6 +146,8 @@ def test_float16_parameters_with_a_fused_optimizer(name, way, host_knows):
     """torch refuses to unscale float16 gradients; a fused kernel divides in float32."""
     params, gold_params = (training.parameters(torch.float16) for _ in range(2))
     optimizer, gold = OPTIMIZERS[name](params), OPTIMIZERS[name](gold_params)
+    if way == "torch" and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        pytest.skip(f"torch {torch.__version__} does not leave unscaling to this kernel")
     fastclip.attach(optimizer, MAX_NORM)
     scaler = make_scaler(way)
     for grads in training.gradients(10, torch.float16):

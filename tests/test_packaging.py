@@ -134,7 +134,7 @@ def test_the_wheel_serves_any_python(wheel):
 def test_the_metadata(wheel):
     about = metadata(wheel)
     assert (about["Name"], about["Version"]) == ("torch-fastclip", fastclip.__version__)
-    assert about["License-Expression"] == "BSD-3-Clause" and about["Requires-Python"] == ">=3.10"
+    assert about["License-Expression"] == "BSD-3-Clause AND MIT" and about["Requires-Python"] == ">=3.10"
     required = [r for r in about.get_all("Requires-Dist") if "extra ==" not in r]
     assert required == ["torch>=2.6"]
     licences = about.get_all("License-File")
