@@ -6,6 +6,7 @@ library or fails, "cuda" both libraries or fails, even beside a torch without CU
 Python package. TORCH_CUDA_ARCH_LIST names other GPUs, such as "9.0;10.0+PTX".
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -109,15 +110,26 @@ def digits(architecture: str) -> str:
     return number
 
 
+def reach_installed_torch() -> None:
+    """Let a build that pip isolates see the torch beside which the package is installed.
+
+    pip's isolation hides what is installed but builds with the interpreter of the environment. It comes last,
+    after what the build requires. (uv isolates in an environment of its own: there nothing is found.)
+    """
+    if importlib.util.find_spec("torch") is None:
+        sys.path += [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+
+
 def reason_against() -> str | None:
     """Why nothing can be compiled here, or None if it can."""
+    reach_installed_torch()
     try:
         import torch
         from torch.utils import cpp_extension
     except ImportError as error:
         return (
-            f"torch cannot be imported by the build ({error}); install torch first, then build with "
-            "`pip install --no-build-isolation`"
+            f"torch cannot be imported by the build ({error}); install torch first. A tool that builds in an "
+            "environment of its own, such as uv, needs --no-build-isolation"
         )
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
         return f"the native library needs torch >= 2.10, the build sees torch {torch.__version__}"

@@ -69,16 +69,24 @@ def empty_compiler(tmp_path) -> str:
     return compiler_without(tmp_path, "*.cpp")
 
 
+# The hook that pip calls, in one process where pip takes four.
+HOOK = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv.pop())"
+# As pip isolates a build: what is installed is hidden, but for what the build requires.
+HIDE = (
+    "import sys, sysconfig; hidden = {sysconfig.get_path(n) for n in ('purelib', 'platlib')}; "
+    "sys.path[:] = [sys.argv.pop(1), *(p for p in sys.path if p not in hidden)]; "
+)
+
+
 class Wheel:
     """The outcome of a build as pip asks for it: its output and, if it succeeded, what the wheel holds."""
 
-    def __init__(self, project: Path, **environment: str) -> None:
+    def __init__(self, project: Path, required: Path | None = None, **environment: str) -> None:
         out = project.parent / "wheels"
         out.mkdir(exist_ok=True)
-        # The hook that `pip wheel --no-build-isolation` calls, in one process where pip takes four.
-        code = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv.pop())"
+        hook = [HOOK] if required is None else [HIDE + HOOK, str(required)]
         result = subprocess.run(
-            [sys.executable, "-c", code, str(out)],
+            [sys.executable, "-c", *hook, str(out)],
             cwd=project,
             env={**os.environ, "FASTCLIP_BUILD": "auto", "TORCH_CUDA_ARCH_LIST": "9.0", **environment},
             capture_output=True,
@@ -104,7 +112,7 @@ def no_compiler(tmp_path: Path) -> dict[str, str]:
 
 
 def no_torch(tmp_path: Path) -> dict[str, str]:
-    """What an isolated build sees: a Python that has no torch."""
+    """What a build in an environment of its own sees: a Python that has no torch."""
     (tmp_path / "shadow").mkdir()
     (tmp_path / "shadow" / "torch.py").write_text("raise ImportError('No module named torch')\n")
     return {"PYTHONPATH": str(tmp_path / "shadow")}
@@ -135,6 +143,18 @@ def test_auto_without_a_compiler(project, tmp_path):
 def test_auto_without_torch(project, tmp_path):
     wheel = Wheel(project, **no_torch(tmp_path))
     assert_pure(wheel, "torch cannot be imported by the build", "--no-build-isolation")
+
+
+def test_an_isolated_build_sees_the_torch_that_is_installed(project, tmp_path, empty_compiler):
+    needs_modern_torch()
+    required = tmp_path / "required"
+    required.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if path.name.startswith(("setuptools", "wheel", "_distutils_hack", "pkg_resources")):
+            (required / path.name).symlink_to(path)
+    wheel = Wheel(project, required, FASTCLIP_BUILD="cpu", CXX=empty_compiler)
+    assert wheel.succeeded, wheel.output
+    assert LIBRARY in wheel.files() and f"built with torch {torch.__version__}" in wheel.report()
 
 
 def test_auto_with_a_compiler_that_fails(project, tmp_path):
@@ -225,7 +245,7 @@ def test_a_mistaken_architecture_fails(project):
 
 @pytest.mark.parametrize("command", ["sdist", "egg_info", "dist_info"])
 def test_describing_the_package_leaves_what_was_built(project, tmp_path, command):
-    """An isolated build sees no torch: it must not take the library of the tree away, nor tell a decision."""
+    """Without torch it must not take the library of the tree away, nor tell a decision."""
     library, report = project / LIBRARY, project / "fastclip" / "_build_report.txt"
     library.write_text("a library")
     report.write_text("a report\n")
