@@ -32,8 +32,9 @@ demo: install
 	rm -rf build/demo
 	$(BIN)/python -m fastclip demo build/demo
 
-# A process a core, each with whole files: what a file has made once serves all its tests.
-PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=loadfile
+# A process a core, each with whole files: what a file has made once serves all its tests. The threads of each process
+# sleep while they wait: spinning, they would take the cores from each other.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
 test: install
 	$(PYTEST) -m "not slow and not gpu"

@@ -50,6 +50,15 @@ def reason_against_the_interpreter() -> str | None:
     return None
 
 
+# Files whose tests take minutes, to begin with.
+LONGEST = {
+    "test_cuda_kernels.py",
+    "test_distributed.py",
+    "test_oldest_versions.py",
+    "test_packaging.py",
+    "test_random.py",
+}
+
 USABLE = usable_capabilities()
 BACKENDS = ["reference", *(f"native-{name}" for name in USABLE)]
 if shim.reason_against() is None:
@@ -79,6 +88,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+    # Stable, so that each file keeps its own order: no process then waits long for the last one.
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -91,9 +91,10 @@ def test_the_poisoned_batch_is_named(output):
     assert math.isfinite(float(losses[0])) and losses[1] == "nan"
 
 
-def test_a_pipe_gets_plain_text(output):
+def test_a_pipe_gets_plain_text(output, directory):
     assert "\x1b" not in output and "\r" not in output
-    assert max(len(line) for line in output.splitlines() if "fastclip replay" not in line) <= 100
+    lines = output.replace(str(directory), "runs/demo").splitlines()
+    assert max(len(line) for line in lines) <= 100
 
 
 def never(parameters, max_norm):

@@ -14,6 +14,8 @@ from fastclip.monitor.sinks import jsonl
 from fastclip.monitor.sinks.scalars import TAGS
 
 PAGE = Path(__file__).parent.parent / "docs" / "stability.md"
+INTEGRATIONS = Path(fastclip.__file__).parent / "integrations"
+HELPERS = ("__init__", "lightning_callback", "lightning_checks", "trainer_run")
 TEXT = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
 if not TEXT:
     pytest.skip("the tests run without the documentation", allow_module_level=True)
@@ -34,7 +36,10 @@ def test_every_public_name_is_listed_and_exists():
         assert all(hasattr(imported, name) for name in found), module
         if module != "fastclip.backends":  # which has no __all__
             assert set(found) == set(imported.__all__), module
-    assert list(listed) == ["fastclip", "fastclip.backends", "fastclip.policies", "fastclip.monitor"]
+    assert list(listed)[:4] == ["fastclip", "fastclip.backends", "fastclip.policies", "fastclip.monitor"]
+    integrations = {f"fastclip.integrations.{path.stem}" for path in INTEGRATIONS.glob("*.py")}
+    helpers = {f"fastclip.integrations.{name}" for name in HELPERS}
+    assert {name for name in listed if "integrations" in name} == integrations - helpers
 
 
 def test_every_command_is_listed_with_the_exit_statuses_it_tells():

@@ -30,6 +30,8 @@ except ImportError as error:
         'fastclip.integrations.accelerate needs Accelerate: pip install "torch-fastclip[hf]"'
     ) from error
 
+__all__ = ["AcceleratorMonitor", "patch_accelerator"]
+
 # Optimizers that update in the backward pass, where no step can be clipped or left out.
 _NO_STEP = ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer")
 

@@ -26,6 +26,8 @@ except ImportError as error:
         'fastclip.integrations.transformers needs Transformers: pip install "torch-fastclip[hf]"'
     ) from error
 
+__all__ = ["FastclipCallback"]
+
 _OF_THE_TRAINER = ("self", "model", "optimizer", "max_norm", "scheduler", "scaler")
 
 
