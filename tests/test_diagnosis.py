@@ -238,6 +238,10 @@ def test_the_next_lower_value_when_events_persist():
     assert recommend(limited(norms, 1.0, events=[500])).max_norm > 2.0  # one is no persistence
     found = recommend(limited(norms, 1.0, events=[500, 700]))
     assert found.max_norm == 0.5 and "persist at max_norm 1: the next lower" in found.reading[-1]
+    of_the_data = limited(norms, 1.0, events=[500, 700])
+    for step in (500, 700):
+        of_the_data[step].events.append(Event("bad_batch", step, "error", "NaN in the batch"))
+    assert recommend(of_the_data).max_norm > 2.0
     assert recommend(limited(scattered(1000), 1.0, events=[500, 700])).max_norm < 0.5  # p95 is lower still
     assert [_next_lower(x) for x in (1.0, 0.5, 0.2, 0.1, 3.0, 1000.0, 0.001)] == [
         0.5,

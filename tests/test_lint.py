@@ -105,6 +105,18 @@ def test_an_exploded_log_of_fastclip(tmp_path, lint):
     ]
 
 
+@pytest.mark.parametrize("applied, after, expected", [(False, 1, 1), (False, 0, 2), (True, 1, 2)])
+def test_nan_in_a_step_that_was_left_out_is_a_warning_if_the_run_went_on(
+    tmp_path, lint, applied, after, expected
+):
+    rng = seeded()
+    records = [healthy(rng, s, applied=True) for s in range(40)]
+    records.append(healthy(rng, 40, loss=NAN, applied=applied, loss_scale=None, **bad_gradients()))
+    records += [healthy(rng, 41 + s, applied=True) for s in range(after)]
+    status, out, _ = lint(own(tmp_path / "log", watched(records)))
+    assert status == expected and "  error: nonfinite: in step 40" in out
+
+
 def test_overflows_of_a_loss_scaler_are_healthy(tmp_path, lint):
     rng = seeded()
     records = [healthy(rng, s) for s in range(40)]

@@ -272,3 +272,39 @@ def test_what_a_persons_own_function_raises_is_passed_on():
     monitor = Monitor(model, optimizer, max_norm=1.0, actions={"nonfinite": lambda event: 1 / 0})
     with pytest.raises(ZeroDivisionError):
         run(monitor, model, optimizer, 3, nan_at=(1,))
+
+
+def test_a_clip_that_was_left_in_the_loop_is_told():
+    model, optimizer = make()
+    monitor = Monitor(model, optimizer, max_norm=0.05)
+    for inputs, labels in batches(30):
+        loss = loss_of(model, (inputs, labels))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    (event,) = [e for e in monitor.events if e.kind == "clipped_before"]
+    assert event.step == 19 and "20 of the last 20 norms were equal to max_norm 0.05" in event.message
+    model, optimizer = make()
+    monitor = Monitor(model, optimizer, max_norm=0.05)
+    run(monitor, model, optimizer, 30)
+    assert all(r.clipped for r in monitor.records) and not monitor.events
+
+
+def test_an_optimizer_of_another_model_is_told():
+    model, _ = make()
+    _, optimizer = make()
+    with pytest.warns(UserWarning, match="the optimizer has no parameter of the model") as caught:
+        Monitor(model, optimizer, max_norm=1.0).close()
+    assert caught[0].filename == __file__
+
+
+def test_of_several_bad_gradients_those_with_most_nan_are_named_first():
+    model, optimizer = make()
+    monitor = Monitor(model, optimizer, max_norm=1.0)
+    for p, count in zip(model.parameters(), (1, 3, 0, 2), strict=True):
+        p.grad = torch.ones_like(p)
+        p.grad.flatten()[:count] = math.nan
+    optimizer.step()
+    monitor.close()
+    assert [w["nan_count"] for w in monitor.records[-1].worst] == [3, 2, 1]

@@ -4,9 +4,9 @@
 Events are those that the monitor told; in logs of others they are found afterwards in loss, gradient norm,
 limit and loss scale.
 
-Exit status: 0 if all are healthy, 1 if one has warnings, 2 if one has exploded (NaN or Inf that was not left
-out, a loss that rose and did not come back, any event of severity "error"), 3 if one cannot be read or holds
-no step. Of several the highest counts.
+Exit status: 0 if all are healthy, 1 if one has warnings, 2 if one has exploded (a loss that rose and did not
+come back, any event of severity "error", unless its step was left out and the run went on), 3 if one cannot
+be read or holds no step. Of several the highest counts.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def numbers_of(plan: Plan, with_norms: bool) -> dict[str, Value]:
         bad = stats[:, 1:]
         totals = plan.totals  # with process groups the rows are not all there is
         values["counts"] = bad.sum(0) if totals is None else totals[0][:, 1:].sum(0)
-        order = torch.where(bad.sum(1) > 0, math.inf, order)
+        # Those that hold NaN or Inf first, the one with the most in front.
+        unit = torch.finfo(order.dtype).max / 1e12
+        order = torch.where(bad.sum(1) > 0, unit * bad.sum(1).clamp(max=1e12), order)
     values["worst_index"] = index = order.topk(min(WORST, len(stats))).indices
     values["worst"] = stats[index]
     if plan.inv_scale is not None:

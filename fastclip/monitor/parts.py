@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,14 @@ def handle_for(
 ) -> tuple[bool, Handle]:
     """Whether the monitor has attached the optimizer itself, and the handle."""
     known = handle_of(optimizer) if isinstance(optimizer, Optimizer) else None
+    if isinstance(optimizer, Optimizer):
+        own = {id(p) for p in model.parameters()}
+        if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+            warnings.warn(
+                "fastclip.Monitor: the optimizer has no parameter of the model: names, batches and weights "
+                "would be those of another model",
+                stacklevel=3,
+            )
     if known is None:
         return True, attach(optimizer, max_norm, scaler=scaler, names=model.named_parameters())
     if max_norm is not None:

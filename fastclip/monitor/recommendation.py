@@ -80,7 +80,9 @@ def recommend(records: Sequence[Record], window_steps: int = _WINDOW) -> Recomme
     quantiles = {q: quantile(norms, q) for q in (0.05, 0.5, 0.9, 0.95, 0.99, 1.0)}
     first = window[0].step
     events = [e for r in records if r.step >= first for e in r.events if e.kind in _UNSTABLE]
-    events = [e for e in events if e.severity != "info"]
+    bad_batches = {e.step for r in records for e in r.events if e.kind == "bad_batch"}
+    # No limit helps against NaN in the data.
+    events = [e for e in events if e.severity != "info" and e.step not in bad_batches]
     proposal = _round(quantiles[0.95])
     lower = False
     if present is not None and present > 0:

@@ -7,7 +7,7 @@ from .data import BadBatch, BatchShift
 from .detector import Detector
 from .layers import Activations
 from .losses import Failed, LossSpike, NonFinite
-from .norms import ClipShare, NormDrift, NormGrowth, NormSpike
+from .norms import ClippedBefore, ClipShare, NormDrift, NormGrowth, NormSpike
 from .scaling import LossScale, UpdateRatio
 from .system import MemoryGrowth, RankDiffers
 
@@ -16,6 +16,7 @@ __all__ = [
     "BadBatch",
     "BatchShift",
     "ClipShare",
+    "ClippedBefore",
     "Detector",
     "Failed",
     "LossScale",
@@ -44,6 +45,7 @@ def default_detectors(num_classes: int | None = None) -> list[Detector]:
         NormSpike(),
         NormDrift(),
         ClipShare(),
+        ClippedBefore(),
         LossSpike(),
         NonFinite(),
         MemoryGrowth(),

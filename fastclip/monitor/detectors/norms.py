@@ -216,3 +216,40 @@ class ClipShare(Detector):
             clip_coef=record.clip_coef,
             max_norm=record.max_norm,
         )
+
+
+class ClippedBefore(Detector):
+    """Of the last `window` norms none was above the limit, and `pinned` of them were equal to it to one part
+    in 1,000: another clip comes before the one that is watched, so that norms are no longer what they were.
+
+    A loop that still calls ``clip_grad_norm_`` beside the monitor looks like this.
+    """
+
+    kind = "clipped_before"
+    STATE = ("ratios",)
+    COOLDOWN = 1000
+    CLOSE = 1e-3
+
+    def __init__(self, window: int = 20, pinned: int = 10) -> None:
+        super().__init__()
+        self.pinned = pinned
+        self.ratios = Window(window)
+
+    def check(self, record: Record) -> Event | None:
+        limit, norm = record.max_norm, record.total_norm
+        if limit is None or norm is None or not (0 < limit < math.inf and math.isfinite(norm)):
+            return None
+        self.ratios.add(norm / limit)
+        if not self.ratios.is_full or self.ratios.largest() > 1 + self.CLOSE:
+            return None
+        count = self.ratios.count_from(1 - self.CLOSE)
+        if count < self.pinned:
+            return None
+        return self.event(
+            record,
+            "warning",
+            f"{count} of the last {self.ratios.size} norms were equal to max_norm {limit:.3g} and none was "
+            "above: the gradients are clipped before. Remove the other call of clip_grad_norm_",
+            pinned=count,
+            max_norm=limit,
+        )

@@ -241,7 +241,7 @@ def _updates(records: Sequence[Record], axis: Axis) -> Chart:
         return ((step, tell(values) if (b := bad(values)) is None else b) for step, values in known)
 
     series = [axis.series("largest", of(max)), axis.series("median", of(median))]
-    lines = ((0.001, "usual"), (0.2, "too high"))
+    lines = ((0.001, "usual"), (0.2, "median too high"))
     return Chart("updates", "Update ratio", "log", series, "", ("update_ratio",), lines)
 
 

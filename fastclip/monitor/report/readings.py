@@ -33,8 +33,8 @@ READINGS = {
         "Elements of the gradients that are NaN or Inf. Healthy: none, or single steps under a loss scaler."
     ),
     "updates": (
-        "What a step changes a parameter by, as a share of its norm. About 0.001 is usual; above 0.2 the "
-        "learning rate is too high, below 0.00000001 nothing is learned."
+        "What a step changes a parameter by, as a share of its norm. About 0.001 is usual, more at the "
+        "start; with a median above 0.2 the learning rate is too high, below 0.00000001 nothing is learned."
     ),
     "weights": "Grows slowly and ever slower. One that grows without end asks for weight decay.",
     "time": "Level, apart from the first steps. One rank above the others makes all of them wait.",

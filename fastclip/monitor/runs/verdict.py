@@ -46,7 +46,8 @@ class Verdict:
     """What :func:`verdict_of` found.
 
     Attributes:
-        status: 0 healthy, 1 warnings, 2 exploded: an event of severity "error"; 3 nothing was logged yet.
+        status: 0 healthy, 1 warnings, 2 exploded: an event of severity "error", unless its step was left out
+            and the run went on; 3 nothing was logged yet.
         findings: errors first, then by step; nothing of severity "info".
         steps, first_step, last_step: how many were logged, and from where to where.
         nonfinite_steps: those with NaN or Inf in loss or gradients.
@@ -110,9 +111,18 @@ def verdict_of(run: Run) -> Verdict:
         if all(finding.kind != "clip_share" for finding in verdict.findings):
             text = f"{share:.0%} of the steps were clipped: the limit sets the size of every step"
             verdict.findings.append(Finding("clip_share", "warning", 1, verdict.first_step, text))
-    severities = {finding.severity for finding in verdict.findings}
-    verdict.status = 2 if "error" in severities else 1 if severities else 0
+    severe = {event.step for event in events if event.severity == "error"}
+    exploded = severe and not _went_on(every, severe)
+    verdict.status = 2 if exploded else 1 if verdict.findings else 0
     return verdict
+
+
+def _went_on(records: Sequence[Record], severe: set[int]) -> bool:
+    """Whether each of these steps was left out by all processes, and a good one came after the last."""
+    if any(record.applied is not False for record in records if record.step in severe):
+        return False
+    after = [record for record in records if record.step > max(severe)]
+    return any(record.applied and record.is_finite for record in after)
 
 
 def _findings(events: Sequence[Event]) -> list[Finding]:
