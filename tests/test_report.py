@@ -280,6 +280,16 @@ def test_a_large_model_has_the_rows_with_the_largest_numbers():
     assert values_of(found["values"]).max() == np.float32(1e9)
 
 
+def test_the_banner_is_the_verdict_of_lint():
+    rng = seeded()
+    bad = healthy(rng, 40, loss=NAN, applied=False, loss_scale=None, **bad_gradients())
+    records = watched([*(healthy(rng, s, applied=True) for s in range(40)), bad])
+    page = report_html({0: records})
+    assert '<section class="verdict error"' in page and "It went wrong at step 40" in page
+    went_on = report_html({0: [*records, healthy(rng, 41, applied=True)]})
+    assert '<section class="verdict warning"' in went_on and "Look at step 40" in went_on
+
+
 # Events.
 
 

@@ -64,8 +64,9 @@ def handle_for(
     scaler: torch.amp.GradScaler | None,
 ) -> tuple[bool, Handle]:
     """Whether the monitor has attached the optimizer itself, and the handle."""
-    known = handle_of(optimizer) if isinstance(optimizer, Optimizer) else None
+    known = None
     if isinstance(optimizer, Optimizer):
+        known = handle_of(optimizer)
         own = {id(p) for p in model.parameters()}
         if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
             warnings.warn(

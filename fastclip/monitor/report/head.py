@@ -96,7 +96,8 @@ def _verdict(verdict: Verdict, records: Sequence[Record], events: Sequence[Told]
         # Of several that are as severe, that which a diagnosis explains.
         alike = (f for f in verdict.findings if f.severity == first.severity)
         first = next((f for f in alike if (f.kind, f.step) == (worst.kind, worst.step)), first)
-    begin = "It went wrong at" if first.severity == "error" else "Look at"
+    exploded = verdict.status == 2
+    begin = "It went wrong at" if exploded else "Look at"
     text = f"{begin} step {first.step:,}: {_sentence(first.message)}"
     last = records[-1]
     quiet = last.step - max((told.event.step for told in events if told.weight > 0), default=first.step)
@@ -104,7 +105,7 @@ def _verdict(verdict: Verdict, records: Sequence[Record], events: Sequence[Told]
         text += " The run ends in NaN or Inf."
     elif quiet >= WINDOW:
         text += f" The last {quiet:,} steps were without a warning."
-    return "error" if first.severity == "error" else "warning", text
+    return "error" if exploded else "warning", text
 
 
 def _sentence(text: str) -> str:

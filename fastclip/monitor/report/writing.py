@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..record import Record
 from ..runs import Run, read_run
-from ..runs.run import _no_garbage_collection
+from ..runs.run import no_garbage_collection
 from .charts import all_charts
 from .head import head_of, when
 from .heat import all_heat_maps
@@ -66,7 +66,7 @@ def report_html(
         run = read_run(run)
     elif not isinstance(run, Run):
         run = Run({rank: list(its) for rank, its in run.items()}, "")
-    with _no_garbage_collection():
+    with no_garbage_collection():
         return _page(run, log, incidents)
 
 

@@ -60,7 +60,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         ImportError: event files, and tensorboard is not installed.
     """
     path = Path(path)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         try:
             run = _read_directory(path) if path.is_dir() else _read_file(path)
         except OSError as error:
@@ -80,7 +80,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """While 100,000 records are made Python would look through all of them again and again."""
     enabled = gc.isenabled()
     gc.disable()
