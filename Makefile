@@ -23,9 +23,9 @@ $(VENV)/installed: $(VENV)/torch-installed pyproject.toml setup.py $(shell find 
 	touch $@
 
 # The oldest Transformers and Accelerate that are supported, in a folder of their own, for their tests.
-$(VENV)/oldest-installed: $(VENV)/torch-installed tests/oldest/requirements.txt
+$(VENV)/oldest-installed: $(VENV)/torch-installed tests/integrations/oldest/requirements.txt
 	rm -rf $(VENV)/oldest
-	$(BIN)/python -m pip install --quiet --target $(VENV)/oldest --no-deps -r tests/oldest/requirements.txt
+	$(BIN)/python -m pip install --quiet --target $(VENV)/oldest --no-deps -r tests/integrations/oldest/requirements.txt
 	touch $@
 
 demo: install

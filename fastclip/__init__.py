@@ -5,14 +5,14 @@ One pass over all gradients gives their norm, the NaN and Inf counts of each, an
 """
 
 from . import backends, policies
-from .amp import GradScaler
 from .backends import native as _native
-from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from .clip_grad import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from .grad_scaler import GradScaler
+from .gradient_stats import GradStats, clip_, grad_stats
 from .monitor import Monitor
-from .monitor.evidence.replay import replay
 from .optim import Handle, attach
 from .patch import patch_torch
-from .stats import GradStats, clip_, grad_stats
+from .replay.replay import replay
 
 __version__ = "0.1.0"
 

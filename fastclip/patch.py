@@ -8,7 +8,7 @@ from types import ModuleType, TracebackType
 import torch.nn.utils
 from torch.nn.utils import clip_grad
 
-from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from .clip_grad import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 _PUBLIC = {
     "clip_grad_norm_": clip_grad_norm_,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..clip import clip_grad_norm_
+from ..clip_grad import clip_grad_norm_
 from . import parity
 from .machine import available_memory
 from .timing import CALLS_IN_CACHE, Bandwidth, Times, alternate, last_level_cache, waiting_for

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..monitor.evidence.incident import IncidentError
+from ..monitor.incidents.incident import IncidentError
 from ..monitor.sinks import LogError
 from . import bench, demo, diagnose, doctor, incidents, lint, recommend, replay, report, show
 

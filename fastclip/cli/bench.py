@@ -24,7 +24,7 @@ from ..bench import machine, table
 from ..bench.rows import Row, measure, no_memory
 from ..bench.timing import Bandwidth
 from ..bench.workloads import DTYPES, SMOKE, WORKLOADS, Gradients
-from ..monitor.evidence.subject import ReplayError, build_subject
+from ..replay.build import ReplayError, build_subject
 from .building import function_named, importable
 
 _BY_DEFAULT = ("gpt2_124m", "llama_1b", "many_tiny", "mid_150")

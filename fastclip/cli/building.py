@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
-from ..monitor.evidence.subject import ReplayError, told
+from ..replay.build import ReplayError, told
 
 
 def function_named(text: str) -> Callable[[], Any]:

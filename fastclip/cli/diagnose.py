@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from ..monitor import Event, diagnose
-from ..monitor.diagnosis import worst_event
+from ..monitor.diagnosis.diagnose import worst_event
 from .logs import add_log, run_of
 
 

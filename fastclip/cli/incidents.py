@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 
-from ..monitor.evidence.incident import IncidentSummary, list_incidents
+from ..monitor.incidents.incident import IncidentSummary, list_incidents
 
 _HEADINGS = ("step", "kind", "severity", "ranks", "size", "state", "age", "name")
 

@@ -16,8 +16,8 @@ import json
 import sys
 from typing import Any
 
-from ..monitor.runs import verdict_of
-from ..monitor.runs.verdict import EMPTY
+from ..logs import verdict_of
+from ..logs.health import EMPTY
 from ..monitor.sinks import LogError
 from .logs import LOG_HELP, run_of
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ..logs import Run, read_run
 from ..monitor import Record
-from ..monitor.runs import Run, read_run
 from ..monitor.sinks import LogError
 
 LOG_HELP = "file or directory: fastclip's log, trainer_state.json, TensorBoard event files, CSV, JSON lines"

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..monitor.evidence.replay import ReplayError, replay
+from ..replay.replay import ReplayError, replay
 from .building import function_named, importable
 
 

@@ -12,8 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..monitor.report import write_report
-from ..monitor.runs import read_run
+from ..logs import read_run
+from ..report import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

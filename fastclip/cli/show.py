@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ..monitor.evidence.incident import Incident, read_incident
+from ..monitor.incidents.incident import Incident, read_incident
 from .incidents import shown_size
 
 _NUMBERS = (

@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from .. import Monitor
 from ..monitor import IncidentSaved
-from ..monitor.evidence.incident import list_incidents
+from ..monitor.incidents.incident import list_incidents
 from .character_model import FULL, QUICK, CharacterModel, Corpus, Size
 from .comparison import MAX_NORM
 from .poisoning import nan_counts

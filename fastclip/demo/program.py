@@ -7,7 +7,16 @@ import torch
 
 from .. import clip_grad_norm_
 from .character_model import FULL, QUICK, Corpus
-from .comparison import MAX_NORM, TIME_LIMIT, TRAINING, Run, show_losses, show_table, train, training_failures
+from .comparison import (
+    MAX_NORM,
+    TIME_LIMIT,
+    TRAINING,
+    Run,
+    show_losses,
+    show_table,
+    train,
+    training_failures,
+)
 from .monitoring import monitored, tell_next
 from .poisoning import poison
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from . import lists
+from .. import dispatch
 from .process_groups import ProcessGroups, require_process_group
-from .spread import Spread, spread
+from .sharded import Spread, spread
 
 __all__ = [
     "GradientList",
@@ -36,7 +36,7 @@ def grad_stats(
     """See :func:`fastclip.backends.reference.grad_stats`."""
     if isinstance(grads, Spread):
         return grads.grad_stats(norm_type, finite_only, groups)
-    return lists.grad_stats(grads, norm_type, finite_only, groups)
+    return dispatch.grad_stats(grads, norm_type, finite_only, groups)
 
 
 def clip_(
@@ -50,7 +50,7 @@ def clip_(
     """See :func:`fastclip.backends.reference.clip_`."""
     if isinstance(grads, Spread):
         return grads.clip_(max_norm, norm_type, nonfinite, groups, inv_scale)
-    return lists.clip_(grads, max_norm, norm_type, nonfinite, groups, inv_scale)
+    return dispatch.clip_(grads, max_norm, norm_type, nonfinite, groups, inv_scale)
 
 
 def scale_(grads: GradientList, scale: Tensor, zero_nonfinite: bool = False) -> None:
@@ -61,7 +61,7 @@ def scale_(grads: GradientList, scale: Tensor, zero_nonfinite: bool = False) -> 
     if isinstance(grads, Spread):
         grads.scale_(scale, zero_nonfinite)
     else:
-        lists.scale_(grads, scale, zero_nonfinite)
+        dispatch.scale_(grads, scale, zero_nonfinite)
 
 
 def clamp_(grads: GradientList, limit: float) -> None:
@@ -69,4 +69,4 @@ def clamp_(grads: GradientList, limit: float) -> None:
     if isinstance(grads, Spread):
         grads.clamp_(limit)
     else:
-        lists.clamp_(grads, limit)
+        dispatch.clamp_(grads, limit)

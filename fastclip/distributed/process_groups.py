@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Group
+from .all_reduce import Group
 
 ProcessGroups = Group | Sequence[Group] | Mapping[Group, Iterable[Tensor]] | None
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from .. import loss_scale
-from ..clip import clip_grad_norm_, clip_grad_value_, get_total_norm
+from .. import scaler_state
+from ..clip_grad import clip_grad_norm_, clip_grad_value_, get_total_norm
 from ..groups import MaxNorm
 from ..monitor import Monitor
 from ..optim import Handle, handle_of
@@ -127,7 +127,7 @@ class patch_accelerator:
             if handle is not None and not given.isdisjoint(_with_gradient(optimizer)):
                 return self._clip_attached(handle, listed, max_norm, norm_type)
         scaler = self._scaler
-        if loss_scale.is_scaling(scaler):
+        if scaler_state.is_scaling(scaler):
             for optimizer in self._optimizers():
                 if given == _with_gradient(optimizer):
                     return clip_grad_norm_(listed, max_norm, norm_type, scaler=scaler, optimizer=optimizer)
@@ -142,7 +142,7 @@ class patch_accelerator:
             # Part of the batches only: the step, and with it the clip, is still to come.
             norm = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
             scale = None if handle.scaler is None else handle.scaler._scale
-            return norm if scale is None else norm * loss_scale.inverse(scale).to(norm.device)
+            return norm if scale is None else norm * scaler_state.inverse(scale).to(norm.device)
         return measure_for_step(handle)
 
     def _clip_grad_value(self, inner: Any, parameters: Any, clip_value: float) -> None:
@@ -199,7 +199,7 @@ def measure_for_step(handle: Handle) -> Tensor:
     """
     scaler, optimizer = handle.scaler, handle.optimizer
     scale = None
-    if scaler is not None and not loss_scale.is_unscaled(scaler, optimizer):
+    if scaler is not None and not scaler_state.is_unscaled(scaler, optimizer):
         scale, _ = scaler._check_scale_growth_tracker("clip_grad_norm_")
     handle._prepared = plan = handle._make_plan(scale)
     if plan is None:
@@ -207,7 +207,7 @@ def measure_for_step(handle: Handle) -> Tensor:
     if scale is not None and scaler is not None and plan.in_place:
         overflow = torch.as_tensor(plan.overflow, dtype=torch.float32, device=scale.device)
         scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {scale.device: overflow}
-        loss_scale.mark_unscaled(scaler, optimizer)
+        scaler_state.mark_unscaled(scaler, optimizer)
     return plan.summary[:, 0].amax()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..groups import MaxNorm
 from ..monitor import Monitor
 from ..optim import Handle
-from ..optim.plan import Plan
+from ..optim.step_plan import Plan
 from . import lightning_checks as checks
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from . import detectors, sinks
 from .actions import TrainingUnstable
 from .detectors import Detector, default_detectors
-from .diagnosis import Diagnosis, diagnose
-from .evidence.capture import IncidentSaved
-from .evidence.kept import Incidents
+from .diagnosis.diagnose import Diagnosis, diagnose
+from .diagnosis.recommend import Recommendation, recommend
+from .incidents.capture import IncidentSaved
+from .incidents.options import Incidents
 from .monitor import Monitor
-from .recommendation import Recommendation, recommend
 from .record import MEANINGS, Event, Record
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .gate import DECIDED_ON_THE_DEVICE
 from .record import SEVERITIES, Event, Record
+from .skip_latch import DECIDED_ON_THE_DEVICE
 
 Action = str | Callable[[Event], Any]
 Actions = Mapping[str, Action | Sequence[Action]]

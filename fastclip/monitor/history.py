@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from .arrival import RecordMaker
 from .detectors import Detector
-from .guard import guarded
+from .open_step import OpenStep
 from .record import Event, Record
+from .record_builder import RecordMaker
 from .sinks import SinkGroup
-from .step import OpenStep
+from .suppress import guarded
 
 KEPT = 5000
 

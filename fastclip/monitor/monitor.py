@@ -13,27 +13,27 @@ from torch.optim import Optimizer
 
 from ..groups import MaxNorm
 from ..policies import Policy
-from . import parts
+from . import arguments
 from .actions import Actions, Dispatcher, require_actions
-from .arrival import RecordMaker
+from .async_copy import LateValues, Value
 from .detectors import Detector, default_detectors
-from .diagnosis import Diagnosis, diagnose
-from .evidence.capture import Capture
-from .evidence.kept import Incidents, Subject
-from .gate import Gate
-from .guard import guarded
+from .diagnosis.diagnose import Diagnosis, diagnose
+from .diagnosis.recommend import Recommendation, recommend
+from .diagnosis.summary import summarize
 from .history import History
-from .late import LateValues, Value
-from .modules import ActivationStatistics, TokenIds, chosen_modules
-from .names import ParameterNames
-from .ranks import Ranks
-from .recommendation import Recommendation, recommend
+from .incidents.capture import Capture
+from .incidents.options import Incidents, Subject
+from .measure.activations import ActivationStatistics, TokenIds, chosen_modules
+from .measure.weights import WeightStatistics
+from .open_step import OpenStep
+from .parameter_names import ParameterNames
+from .rank_sync import Ranks
 from .record import Event
+from .record_builder import RecordMaker
 from .sinks import SinkGroup
-from .step import OpenStep
-from .summary import summarize
-from .watcher import Parts, Watcher
-from .weights import WeightStatistics
+from .skip_latch import Gate
+from .step_recorder import Parts, Watcher
+from .suppress import guarded
 
 
 class Monitor:
@@ -116,23 +116,23 @@ class Monitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected model to be a torch.nn.Module, but got {type(model).__name__}")
-        parts.require_counts(
+        arguments.require_counts(
             activations_every=activations_every, weights_every=weights_every, max_copy_bytes=max_copy_bytes
         )
         modules = chosen_modules(model, activations)
         self.detectors = list(default_detectors(num_classes) if detectors is None else detectors)
-        parts.require_distinct(self.detectors)
+        arguments.require_distinct(self.detectors)
         checked = require_actions(actions, [detector.kind for detector in self.detectors])
-        rank, world = parts.rank_and_world()
+        rank, world = arguments.rank_and_world()
         saving = Incidents(incidents) if isinstance(incidents, str) else incidents
-        held = parts.held_kinds(checked, saving, optimizer, max_norm)
-        compared = parts.compares(compare_ranks, world, held)
+        held = arguments.held_kinds(checked, saving, optimizer, max_norm)
+        compared = arguments.compares(compare_ranks, world, held)
         self._dispatcher = Dispatcher(checked, optimizer, scheduler, world, compared)
-        self._sinks = SinkGroup(parts.all_sinks(log_dir, sinks, rank, world))
+        self._sinks = SinkGroup(arguments.all_sinks(log_dir, sinks, rank, world))
         store = saving.store() if saving is not None else None
         # After what may fail here alone: the other processes would wait for this one.
         ranks = Ranks(self._dispatcher.acts or bool(held), held) if compared else None
-        self._owns_handle, self.handle = parts.handle_for(model, optimizer, max_norm, scaler)
+        self._owns_handle, self.handle = arguments.handle_for(model, optimizer, max_norm, scaler)
         names = ParameterNames(model, optimizer)
         weights = WeightStatistics(optimizer, names, max_copy_bytes, self.handle.process_group)
         self._parts = Parts(
@@ -190,7 +190,7 @@ class Monitor:
             TrainingUnstable: an event with the action "raise" has come.
         """
         self._dispatcher.raise_if_asked()
-        self._watcher.add_losses(parts.require_losses({"loss": loss, **further}))
+        self._watcher.add_losses(arguments.require_losses({"loss": loss, **further}))
 
     def __enter__(self) -> Monitor:
         return self
@@ -288,7 +288,7 @@ class Monitor:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        return {"step": self._watcher.number, "parts": parts.states_of(self._stateful())}
+        return {"step": self._watcher.number, "parts": arguments.states_of(self._stateful())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another monitor was.
@@ -296,5 +296,5 @@ class Monitor:
         Raises:
             ValueError: it had other detectors, another policy or other actions "skip".
         """
-        parts.load_states(self._stateful(), state)
+        arguments.load_states(self._stateful(), state)
         self._watcher.restart(state["step"])

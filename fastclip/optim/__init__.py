@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
-from .. import loss_scale
+from .. import scaler_state
 from ..collect import require_nonfinite
 from ..distributed import ProcessGroups, require_process_group
 from ..groups import Groups, MaxNorm, require_groups_or_process_group
 from .handle import Handle, handle_of
-from .request import Clipping
+from .step_inputs import Clipping
 
 __all__ = ["Handle", "attach", "handle_of"]
 
@@ -67,7 +67,7 @@ def attach(
         RuntimeError: the optimizer is attached already.
     """
     _require_optimizer(optimizer)
-    loss_scale.require_scaler(scaler)
+    scaler_state.require_scaler(scaler)
     require_nonfinite(nonfinite)
     require_groups_or_process_group(groups, process_group)
     process_group = require_process_group(process_group)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from .. import loss_scale
+from .. import scaler_state
 from ..distributed import grad_stats
-from ..stats import GradStats
-from . import plan as plans
-from .plan import Plan
-from .request import Clipping
+from ..gradient_stats import GradStats
+from . import step_plan as plans
+from .step_inputs import Clipping
+from .step_plan import Plan
 from .wrapping import MethodWrapper, restored_on_error
 
 ATTRIBUTE = "_fastclip_handle"  # of the optimizer
@@ -182,7 +182,7 @@ class Handle(Clipping):
                 self._skipped_on_device = torch.zeros_like(found_inf, dtype=torch.int64)
             self._skipped_on_device += found_inf.to(torch.int64)
         self._may_be_skipped_unseen = (
-            self._driver is None and not self._is_scaled() and loss_scale.scaler_is_calling()
+            self._driver is None and not self._is_scaled() and scaler_state.scaler_is_calling()
         )
 
     def _is_scaled(self) -> bool:
@@ -207,14 +207,14 @@ class Handle(Clipping):
             and self._driver.is_enabled()
         ):
             # If the step raises now and is made again, they must not be divided again.
-            loss_scale.mark_unscaled(self._driver, self.optimizer)
+            scaler_state.mark_unscaled(self._driver, self.optimizer)
         return plan
 
     # The loss scaler.
 
     def _require_scaler_at_work(self) -> None:
         scaler = self._scaler
-        if scaler is None or self._driver is not None or loss_scale.is_unscaled(scaler, self.optimizer):
+        if scaler is None or self._driver is not None or scaler_state.is_unscaled(scaler, self.optimizer):
             return
         raise RuntimeError(
             "optimizer.step() was not called by the scaler that the optimizer was attached with, which has "
@@ -262,7 +262,7 @@ class Handle(Clipping):
     @torch.no_grad()
     def _record_left_out(self, scaler: GradScaler) -> None:
         """The scaler found NaN or Inf and did not call the step. The gradients are still there."""
-        if not loss_scale.has_found_inf(scaler, self.optimizer):
+        if not scaler_state.has_found_inf(scaler, self.optimizer):
             raise RuntimeError(
                 f"{type(self.optimizer).__name__}.step was replaced by something that does not call what it "
                 "replaced: this step was not clipped. Attach before the optimizer is wrapped, for example by "

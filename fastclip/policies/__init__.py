@@ -8,8 +8,8 @@ remembers the norms that it has seen. A fixed limit needs no policy, it is a num
 """
 
 from .adagc import AdaGC
-from .clipping import Limited, measure, require_policy, scale_
-from .policy import Policy
+from .apply import Limited, measure, require_policy, scale_
+from .base import Policy
 from .spike_skip import SpikeSkip
 from .trailing_percentile import TrailingPercentile
 from .zclip import ZClip

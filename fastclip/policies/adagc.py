@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import require_count, require_number
-from .policy import StatefulPolicy
+from .base import StatefulPolicy
 
 
 class AdaGC(StatefulPolicy):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .arguments import require_count, require_limit, require_number
-from .policy import StatefulPolicy
-from .windows import mean_and_std, push
+from .base import StatefulPolicy
+from .ring_buffer import mean_and_std, push
 
 
 class SpikeSkip(StatefulPolicy):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .arguments import require_count, require_number
-from .policy import StatefulPolicy
-from .windows import percentile, push
+from .base import StatefulPolicy
+from .ring_buffer import percentile, push
 
 
 class TrailingPercentile(StatefulPolicy):

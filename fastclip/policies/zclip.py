@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import require_count, require_limit, require_number
-from .policy import StatefulPolicy
+from .base import StatefulPolicy
 
 
 class ZClip(StatefulPolicy):

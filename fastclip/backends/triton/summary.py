@@ -4,15 +4,7 @@
 import triton
 import triton.language as tl
 
-from .elements import (
-    COLUMNS,
-    NORM_2,
-    NORM_INF,
-    ROWS,
-    is_finite,
-    larger,
-    reduce,
-)
+from .elements import COLUMNS, NORM_2, NORM_INF, ROWS, is_finite, larger, reduce
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from .base import Detector
 from .data import BadBatch, BatchShift
-from .detector import Detector
 from .layers import Activations
 from .losses import Failed, LossSpike, NonFinite
 from .norms import ClippedBefore, ClipShare, NormDrift, NormGrowth, NormSpike

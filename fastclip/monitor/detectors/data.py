@@ -8,8 +8,8 @@ from operator import add, sub
 from typing import Any
 
 from ..record import Event, Record
-from .detector import Detector
-from .windows import Window
+from .base import Detector
+from .trailing_window import Window
 
 Problem = tuple[str, str, dict[str, Any]]  # severity, message, numbers
 

@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from ..record import Event, Record
-from .detector import Detector
-from .windows import Window
+from .base import Detector
+from .trailing_window import Window
 
 
 class Activations(Detector):

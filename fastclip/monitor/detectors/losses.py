@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 from ..record import Event, Record
-from .detector import Detector
-from .windows import Window
+from .base import Detector
+from .trailing_window import Window
 
 
 class LossSpike(Detector):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..record import Event, Record
-from .detector import Detector
+from .base import Detector
 
 
 class MemoryGrowth(Detector):

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from .adapters import LogSink, takes_log
 from .jsonl import JsonlSink
-from .reading import Log, LogError, read_log
+from .log_reader import Log, LogError, read_log
 from .tensorboard import TensorBoardSink
 
 __all__ = [

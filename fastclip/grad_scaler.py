@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The loss scaler of mixed precision, with statistics from the pass that looks for NaN and Inf."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import scaler_state
+from .backends import reference
+from .distributed import Spread, grad_stats, scale_, spread
+from .gradient_stats import GradStats, alarms_of
+from .optim import Handle, handle_of
+from .optim.step_inputs import names_in
+from .optim.step_plan import Plan
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler whose search for NaN and Inf gives norms and counts too.
+
+    The arguments, the methods and the state_dict are torch's, and so are growth and backoff of the scale.
+    With an optimizer that :func:`fastclip.attach` has wrapped, unscaling, the search, the norm and the clip
+    are one pass over the gradients, completed by a fused optimizer's own; ``unscale_`` is not needed.
+
+    Attributes:
+        overflows: how many updates found NaN or Inf since the scaler was made. Reading waits for the device.
+        consecutive_overflows: how many of the last updates did, one after the other.
+
+    Raises:
+        RuntimeError: by ``update()``, if the scale has fallen to 0: every later gradient would be NaN. Until
+            then steps are left out where 1 / scale is not finite; torch would apply the NaN.
+
+    Warns once if the scale falls below 1. On a GPU both are noticed one update late, without waiting for it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._running_step = False
+        self._last: GradStats | Plan | None = None  # a plan makes its statistics, with names, when asked
+        self._counts: Tensor | None = None  # [2]: overflows, consecutive overflows
+        self._warned = False
+        self._late_scale: _LateNumber | None = None
+
+    @property
+    def stats(self) -> GradStats | None:
+        """What the last pass over gradients found, of true ones, not scaled; None before the first."""
+        return self._last.grad_stats() if isinstance(self._last, Plan) else self._last
+
+    @property
+    def overflows(self) -> int:
+        return int(self._counts[0]) if self._counts is not None else 0
+
+    @property
+    def consecutive_overflows(self) -> int:
+        return int(self._counts[1]) if self._counts is not None else 0
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """See torch.amp.GradScaler.step. An attached optimizer clips in it."""
+        handle = handle_of(optimizer)
+        self._running_step = True
+        try:
+            with handle.driven_by(self) if handle is not None else nullcontext():
+                return super().step(optimizer, *args, **kwargs)
+        finally:
+            self._running_step = False
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """What torch's scaler calls to unscale, or only to search, with an inv_scale of 1 and allow_fp16."""
+        handle = handle_of(optimizer)
+        if handle is not None and handle.max_norm is not None and self._running_step:
+            found = self._plan_step(handle)
+        else:
+            found = self._unscale(optimizer, inv_scale, allow_fp16)
+        return {} if found is None else {found.device: found}
+
+    def _plan_step(self, handle: Handle) -> Tensor | None:
+        assert self._scale is not None
+        plan = handle.prepare(self._scale)
+        if plan is None:
+            return None
+        self._last = plan
+        overflow = plan.overflow
+        if isinstance(overflow, Tensor):
+            return overflow.clone()  # update() adds those of other optimizers to it
+        return torch.tensor(float(overflow))
+
+    @torch.no_grad()
+    def _unscale(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, allow_fp16: bool
+    ) -> Tensor | None:
+        parameters = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        if not parameters:
+            return None
+        each = [p.grad for p in parameters]
+        if not allow_fp16:
+            scaler_state.require_unscalable(each)
+        grads = spread(parameters, each) or each
+        assert self._scale is not None
+        true_inverse = scaler_state.inverse(self._scale)
+        total_norm, stats = grad_stats(grads, 2.0)
+        known = names_in(optimizer)
+        indices = grads.indices if isinstance(grads, Spread) else range(len(each))
+        names = [known[parameters[i]] for i in indices]
+        # Scaled, the norm itself may be too large for its dtype.
+        norm = reference.totals(stats, 2.0)
+        summary = (norm * true_inverse.to(norm)).to(total_norm.dtype).unsqueeze(1)
+        self._last = GradStats(summary, stats, names, 2.0, (), true_inverse, alarms_of(grads))
+        scale_(grads, inv_scale)  # 1 touches nothing
+        # 0 times an infinite inverse is NaN, though the gradients looked finite.
+        found = (stats[:, 1:] > 0).any() | ~true_inverse.isfinite().to(stats.device)
+        return found.to(torch.float32)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """See torch.amp.GradScaler.update; counts overflows and watches the scale.
+
+        Raises:
+            RuntimeError: the scale is 0.
+        """
+        if not self._enabled:
+            return
+        records = self._per_optimizer_states.values()
+        found = [flag for record in records for flag in record["found_inf_per_device"].values()]
+        super().update(new_scale)
+        assert self._scale is not None  # torch has raised otherwise
+        self._count(found, self._scale.device)
+        self._watch(self._scale)
+
+    def _count(self, found: list[Tensor], device: torch.device) -> None:
+        if not found:
+            return
+        if self._counts is None:
+            self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        overflow = torch.stack([f.to(device, non_blocking=True).reshape(()) for f in found]).amax() != 0
+        self._counts[1] *= overflow
+        self._counts += overflow
+
+    def _watch(self, scale: Tensor) -> None:
+        if self._late_scale is None:
+            self._late_scale = _LateNumber()
+        value = self._late_scale.read(scale)
+        if value is None or value >= 1.0:
+            return
+        if value == 0.0:
+            raise RuntimeError(
+                f"the loss scale has fallen to 0 after {self.overflows} overflows, "
+                f"{self.consecutive_overflows} of them in a row: every further gradient would be NaN. Some "
+                "part of the model gives NaN or Inf at any scale; GradScaler.stats.worst() names where"
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the loss scale has fallen to {value:g}, below 1, after {self.consecutive_overflows} "
+                "overflows in a row. Scaling can no longer help: look for NaN or Inf in the data and in the "
+                "forward pass, or train in bfloat16. GradScaler.stats.worst() names the parameters",
+                stacklevel=3,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_late_scale"] = None  # holds an event of the device
+        state["_last"] = None  # holds the parameters
+        return state
+
+
+class _LateNumber:
+    """A number on a device, read when it has arrived on the host: at once on the CPU, else a call late."""
+
+    def __init__(self) -> None:
+        self._copy: Tensor | None = None
+        self._event: torch.Event | None = None
+
+    def read(self, number: Tensor) -> float | None:
+        """The number, or that of an earlier call; None if none has arrived."""
+        if number.device.type != "cuda":
+            return float(number)
+        with torch.cuda.device(number.device):  # whose stream the event is to be on
+            return self._read_late(number)
+
+    def _read_late(self, number: Tensor) -> float | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        value = None
+        if self._copy is not None and self._event is not None:
+            if not self._event.query():
+                return None
+            value = float(self._copy)
+        if self._copy is None or self._event is None:
+            self._copy = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._event = torch.cuda.Event()
+        self._copy.copy_(number, non_blocking=True)
+        self._event.record()
+        return value

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs that have been logged, by fastclip or by something else, as the monitor's records."""
+
+from __future__ import annotations
+
+from .health import Verdict, verdict_of
+from .reader import Run, read_run
+
+__all__ = ["Run", "Verdict", "read_run", "verdict_of"]

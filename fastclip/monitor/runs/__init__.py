@@ -1,9 +1,0 @@
-# SPDX-License-Identifier: BSD-3-Clause
-"""Runs that have been logged, by fastclip or by something else, as the monitor's records."""
-
-from __future__ import annotations
-
-from .run import Run, read_run
-from .verdict import Verdict, verdict_of
-
-__all__ = ["Run", "Verdict", "read_run", "verdict_of"]

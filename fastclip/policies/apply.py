@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One step by a policy: one pass that reads, the policy's answer, and one that writes where it clips."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import distributed
+from ..backends import reference
+from ..distributed import GradientList, Spread
+from .base import Policy
+
+# What every clip of fastclip adds to the norm, as torch does.
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Limited:
+    """What one pass found and what a policy made of it. Nothing has been written.
+
+    Attributes:
+        summary: [G, 3], see :func:`fastclip.backends.reference.clip_`; with one limit a gradient, the
+            smallest coefficient.
+        stats: [N, 3], likewise.
+        max_norm: [G] or [N], float64: what the coefficient is made of, by the formula for a number.
+        left_out: [], bool: the policy, and not NaN or Inf, leaves the step out.
+        clip_coef: [N] of a policy with one limit a gradient, else None.
+    """
+
+    summary: Tensor
+    stats: Tensor
+    max_norm: Tensor
+    left_out: Tensor
+    clip_coef: Tensor | None = None
+
+
+def require_policy(policy: Policy, groups: object, nonfinite: str, has_scaler: bool = False) -> Policy:
+    """Check what does not go together. `has_scaler`: of a call that clips but does not make the step.
+
+    Raises:
+        ValueError: groups with one limit a gradient; a policy that leaves steps out without "skip", or with a
+            loss scaler whose step the call does not see.
+    """
+    kind = type(policy).__name__
+    if policy.per_tensor and groups is not None:
+        raise ValueError(f"expected no groups together with {kind}, which clips each gradient, but got some")
+    if policy.skips and nonfinite != "skip":
+        raise ValueError(
+            f"expected nonfinite='skip' together with {kind}, which leaves steps out, but got {nonfinite!r}"
+        )
+    if policy.skips and has_scaler:
+        raise ValueError(
+            f"expected no scaler together with {kind}, but got one: it can be told to leave a step out only "
+            "as an overflow, and would lower its scale. Pass the policy to fastclip.attach, which knows a way"
+        )
+    return policy
+
+
+def max_norm_for(limit: Tensor, norm: Tensor) -> Tensor:
+    """What to pass as max_norm, so that max_norm / (norm + 1e-6) is min(1, limit / norm), elementwise.
+
+    With the limit itself a norm of 1e-8 would be clipped to a hundredth of it at every step, and an average
+    of clipped norms would go to 0. Inf where nothing is clipped: a coefficient of exactly 1 touches no
+    gradient. A limit of NaN stays NaN, and with a norm that is NaN or Inf the limit stays as it is.
+    """
+    unclipped = torch.where(norm <= limit, math.inf, limit)
+    return torch.where(norm > limit, limit + _EPSILON * (limit / norm), unclipped)
+
+
+def measure(
+    grads: GradientList,
+    policy: Policy,
+    norm_type: float,
+    nonfinite: str,
+    groups: Sequence[int] = (),
+    inv_scale: Tensor | None = None,
+) -> Limited:
+    """Read the gradients once and ask the policy. The arguments are those of ``distributed.clip_``.
+
+    Raises:
+        TypeError, ValueError: the policy's answer is no tensor, or one of another shape.
+    """
+    measured, stats = distributed.grad_stats(grads, norm_type, nonfinite == "zero", groups)
+    totals = (stats, norm_type)
+    if isinstance(grads, Spread) and grads.totals is not None:
+        totals = grads.totals
+    total_norm = reference.totals(*totals, groups)
+    norms = reference.totals(stats, norm_type, range(len(stats))) if len(stats) else stats[:, 0]
+    if inv_scale is not None:
+        total_norm, norms = total_norm * inv_scale.to(total_norm), norms * inv_scale.to(norms)
+    total_norm = total_norm.to(measured.dtype)
+    own = norms if policy.per_tensor else total_norm
+    limit = _require_limit(policy.limit(total_norm, norms), own, policy)
+    max_norm = max_norm_for(limit, own.to(limit.dtype))
+    of_all = math.inf if policy.per_tensor else max_norm
+    summary = reference.summarize(*totals, of_all, groups, inv_scale, measured.dtype)
+    overflow = (totals[0][:, 1:] > 0).any() | ~total_norm.isfinite().all()
+    clip_coef = None
+    if policy.per_tensor and len(norms):
+        clip_coef = reference.clip_coefficient(norms, max_norm).to(measured.dtype)
+        smallest = clip_coef.amin()
+        found = torch.maximum(summary[0, 2], (~(smallest >= 0)).to(summary))
+        summary = torch.stack([summary[0, 0], smallest, found]).unsqueeze(0)
+    return Limited(summary, stats, max_norm, ~overflow & ~(summary[:, 1] >= 0).all(), clip_coef)
+
+
+def _require_limit(limit: Tensor, own: Tensor, policy: Policy) -> Tensor:
+    kind = type(policy).__name__
+    if not isinstance(limit, Tensor):
+        raise TypeError(f"expected {kind}.limit() to give a Tensor, but got {type(limit).__name__}")
+    if limit.numel() not in (1, len(own)):
+        raise ValueError(
+            f"expected {kind}.limit() to give one element or {len(own)}, one a "
+            f"{'gradient' if policy.per_tensor else 'group'}, but got shape {list(limit.shape)}"
+        )
+    dtype = reference.accumulation_dtype(own.device)
+    return limit.detach().to(own.device, dtype).reshape(-1).expand(len(own))
+
+
+def scale_(
+    grads: GradientList,
+    limited: Limited,
+    nonfinite: str,
+    groups: Sequence[int] = (),
+    inv_scale: Tensor | None = None,
+) -> None:
+    """Clip what :func:`measure` has read, with the same arguments. A coefficient of 1 writes nothing."""
+    if limited.clip_coef is None:
+        factors = reference.factors(limited.summary, nonfinite, groups, inv_scale)
+    else:
+        factors = limited.clip_coef
+        if inv_scale is not None:
+            factors = factors * inv_scale.to(factors)
+        if nonfinite == "skip":
+            factors = torch.where((limited.summary[:, 2] > 0).any(), 1.0, factors)
+    zero = nonfinite == "zero"
+    if factors.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Looking costs no waiting here, and saves the pass over the gradients.
+        zero = zero and bool((limited.stats[:, 1:] > 0).any())
+        if not zero and bool((factors == 1).all()):
+            return
+    distributed.scale_(grads, factors, zero)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""An incident as a replay needs it: whole states, micro-batches, and what was recorded of the steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..monitor.incidents.encode import TreeError, decode
+from ..monitor.incidents.incident import Incident, IncidentError, read_incident
+from ..monitor.incidents.shards import full_state
+from ..monitor.record import Record
+from .build import ReplayError
+from .step_parts import MicroBatch
+
+
+@dataclass
+class Case:
+    """What is replayed.
+
+    Attributes:
+        manifest: of the lowest of the `ranks` whose batches are run.
+        missing: processes whose batches are not there, or were not asked for.
+        state: before the update of the step; whole, not sharded.
+        snapshot: the state before an earlier step, with its "step"; None if there is none.
+        by_number: the micro-batches of all saved steps, those of the lowest rank first.
+        records: of that rank, by step.
+    """
+
+    incident: Incident
+    ranks: list[int]
+    missing: list[int]
+    state: dict[str, Any]
+    snapshot: dict[str, Any] | None
+    by_number: dict[int, list[MicroBatch]]
+    records: dict[int, Record]
+    all_records: dict[int, Record] = field(default_factory=dict)  # of the incident's step, by rank
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return self.incident.manifests[self.ranks[0]]
+
+    @property
+    def setup(self) -> dict[str, Any]:
+        return self.manifest.get("setup") or {}
+
+    @property
+    def step(self) -> int:
+        return self.incident.step
+
+    @property
+    def micros(self) -> list[MicroBatch]:
+        return self.by_number[self.step]
+
+
+def load_case(path: str | os.PathLike[str], rank: int | None) -> Case:
+    """Read an incident.
+
+    Args:
+        rank: whose batches to run; None for those of all ranks that are there.
+
+    Raises:
+        ReplayError: it cannot be read, or lacks what a replay needs.
+    """
+    try:
+        incident = read_incident(path)
+        if rank is not None and rank not in incident.ranks:
+            raise ReplayError(f"{incident.path} has no rank {rank}, but the ranks {incident.ranks}")
+        ranks = incident.ranks if rank is None else [rank]
+        return _load(incident, ranks)
+    except (IncidentError, TreeError) as error:
+        raise ReplayError(str(error)) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ReplayError(f"{path} is not as an incident is: {type(error).__name__}: {error}") from error
+
+
+def _load(incident: Incident, ranks: list[int]) -> Case:
+    missing = [r for r in range(incident.world_size) if r not in ranks]
+    case = Case(incident, ranks, missing, _state(incident, ranks, "state.pt"), None, {}, {})
+    if incident.has(ranks[0], "snapshot.pt"):
+        case.snapshot = _state(incident, ranks, "snapshot.pt")
+    for rank in ranks:
+        manifest = incident.manifests[rank]
+        case.all_records[rank] = Record.from_dict(manifest["record"])
+        for entry in incident.load(rank, "batches.pt")["batches"]:
+            micro = _micro_batch(entry, rank)
+            case.by_number.setdefault(micro.step, []).append(micro)
+    case.records = {r.step: r for r in map(Record.from_dict, case.manifest.get("records") or [])}
+    case.records[incident.step] = case.all_records[ranks[0]]
+    for step, micros in case.by_number.items():
+        if len({micro.rank for micro in micros}) < len(ranks) and step == incident.step:
+            raise ReplayError(f"the batches of step {step} are not there for all of the ranks {ranks}")
+    if incident.step not in case.by_number:
+        raise ReplayError(f"{incident.path} has no batch of its own step {incident.step}")
+    case.notes += [f"not saved: {text}" for text in incident.incomplete]
+    return case
+
+
+def _state(incident: Incident, ranks: list[int], name: str) -> dict[str, Any]:
+    """Of one rank, as all have the same, or put together from the shards of all."""
+    own = incident.manifests[ranks[0]]
+    if not own.get("shards"):
+        return _plain(incident.load(ranks[0], name))
+    absent = [r for r in range(own["world_size"]) if r not in incident.ranks]
+    if absent:
+        raise ReplayError(
+            f"the state is sharded over {own['world_size']} processes, of which {absent} are not in "
+            f"{incident.path}; put the directories of all of them there"
+        )
+    parts = [
+        (_plain(incident.load(r, name)), incident.manifests[r].get("shards") or {}) for r in incident.ranks
+    ]
+    try:
+        return full_state(parts)
+    except ValueError as error:
+        raise ReplayError(f"the shards of {name} do not fit together: {error}") from error
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state whose parts may be trees."""
+    return {name: _decoded(part) for name, part in state.items()}
+
+
+def _decoded(value: Any) -> Any:
+    """A tree is a tuple that tells what it is; a state is a dict."""
+    return decode(value) if isinstance(value, tuple) else value
+
+
+def _micro_batch(entry: Mapping[str, Any], rank: int) -> MicroBatch:
+    ids = entry.get("sample_ids")
+    ids = _decoded(ids)
+    loss = entry.get("loss")
+    return MicroBatch(
+        int(entry["step"]),
+        int(entry["micro"]),
+        rank,
+        decode(entry["batch"]),
+        ids.tolist() if isinstance(ids, Tensor) else list(ids or ()),
+        _decoded(entry["rng"]),
+        entry.get("autocast") or {},
+        entry.get("buffers") or {},
+        bool(entry.get("training", True)),
+        None if loss is None else float(loss),
+        _decoded(entry.get("rng_at_batch")),
+    )
+
+
+def versions_differ(manifest: Mapping[str, Any]) -> str | None:
+    """A sentence if another torch made the incident."""
+    recorded = str((manifest.get("versions") or {}).get("torch", torch.__version__))
+    if recorded == str(torch.__version__):
+        return None
+    return f"recorded with torch {recorded}, replayed with torch {torch.__version__}"

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run the step of an incident again, and find out what makes it fail."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ..monitor.incidents.determinism import as_set
+from .bisect import SampleSearch
+from .build import ReplayError, Subject, build_subject
+from .compare import compared
+from .failure import Failure, failure_of
+from .load import Case, load_case, versions_differ
+from .nan_trace import nonfinite_names, watched
+from .result import ReplayResult, verdict_of
+from .run_step import Runner
+from .step_parts import Outcome
+from .variants import Steps, earlier_batches, from_snapshot, half_type, in_float32, one_update
+
+__all__ = ["ReplayError", "ReplayResult", "replay"]
+
+# Relative. Of several processes the gradients are added in another order; kernels of a GPU add in any.
+_OTHER_ORDER, _ON_A_GPU, _HALF_ON_A_GPU = 1e-5, 1e-4, 2e-2
+
+
+def replay(
+    incident: str | os.PathLike[str],
+    build: Callable[[], Any],
+    *,
+    rank: int | None = None,
+    steps: int | str = 1,
+    variants: bool = True,
+    tolerance: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ReplayResult:
+    """Run the step of an incident again, compare it with what was recorded, and look for the cause.
+
+    ::
+
+        def build():
+            model = Net()
+            optimizer = torch.optim.AdamW(model.parameters())
+            return model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+
+        print(fastclip.replay("runs/1/incidents/00000040-nonfinite", build))
+
+    Model, buffers, optimizer, scheduler, scaler, the random number generators, autocast and the settings of
+    torch for determinism are put back as they were; on a CPU the step then is the same to the last bit. The
+    caller's random numbers and settings are put back afterwards, and no file of the incident is changed.
+
+    Args:
+        incident: its directory, or that of one rank in it.
+        build: returns (model, optimizer, loss_function), or an object with these attributes and optionally
+            scheduler and scaler. The model has to be on its device, with those parts in eval mode that the
+            training has. ``loss_function(model, batch)`` gets what ``monitor.batch`` was given: one object as
+            it is, several as a tuple, with those given by keyword as a dict; it returns the loss that
+            ``monitor.loss`` was given, or a tuple or dict with it. Losses of several micro-batches are
+            divided by their number before backward, or not divided if only so the recorded norm comes out.
+        rank: of several processes the one whose batches are run. None: those of all that are there, one after
+            the other, with the mean of their gradients, as DistributedDataParallel makes it.
+        steps: 1 for the step of the incident, "all" for those from the snapshot on as well.
+        variants: whether to look for the cause: which samples, in float32, at a tenth of the learning rate.
+        tolerance: relative difference to allow. None: 0 on a CPU, 1e-5 for several processes or another
+            version of torch, 1e-4 on a GPU, 2e-2 with half precision there.
+        progress: called before each run with what is run.
+
+    Raises:
+        ReplayError: the incident cannot be read, the state does not fit what build() returns, or that cannot
+            be run.
+        ValueError: another value of `steps`; a negative tolerance.
+    """
+    if steps not in (1, "all"):
+        raise ValueError(f"expected steps to be 1 or 'all', but got {steps!r}")
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"expected tolerance to be >= 0, but got {tolerance}")
+    case = load_case(incident, rank)
+    if steps == "all" and case.snapshot is None:
+        raise ReplayError(f"{case.incident.path} has no snapshot, so only its own step can be replayed")
+    with as_set(case.setup.get("deterministic") or {}):
+        subject = build_subject(build)
+        return _Replay(case, subject, tolerance, progress or _nothing).result(steps == "all", variants)
+
+
+def _nothing(what: str) -> None:
+    """Tell nobody."""
+
+
+class _Replay:
+    def __init__(
+        self, case: Case, subject: Subject, tolerance: float | None, progress: Callable[[str], None]
+    ) -> None:
+        self._case, self._progress = case, progress
+        self._began = time.perf_counter()
+        manifest = case.manifest
+        self._record = case.records[case.step]
+        self._runner = Runner(subject, case.state, case.setup)
+        self._failure: Failure | None = failure_of(self._record, manifest.get("event") or {})
+        self._steps = Steps(case.by_number, case.records, case.step, True, len(case.ranks))
+        self._result = ReplayResult(
+            str(case.incident.path),
+            case.step,
+            case.incident.kind,
+            str(manifest.get("message", "")),
+            case.ranks,
+            case.incident.world_size,
+            notes=list(case.notes),
+            loss_scale=self._record.loss_scale,
+        )
+        self._result.tolerance = self._tolerance() if tolerance is None else tolerance
+
+    def _tolerance(self) -> float:
+        runner, notes = self._runner, self._result.notes
+        found = 0.0
+        if (versions := versions_differ(self._case.manifest)) is not None:
+            notes.append(versions)
+            found = _OTHER_ORDER
+        if len(self._case.ranks) > 1:
+            found = _OTHER_ORDER
+        if any(device.type != "cpu" for device in runner.subject.devices):
+            half = half_type(runner, self._case.micros) is not None
+            found = _HALF_ON_A_GPU if half else _ON_A_GPU
+        return found
+
+    def result(self, all_steps: bool, variants: bool) -> ReplayResult:
+        result = self._result
+        if self._record.error is not None:
+            self._reproduce_error(self._record.error)
+        else:
+            outcome = self._reproduce()
+            result.failure = None if self._failure is None else str(self._failure)
+            result.fails = self._failure is not None and self._failure.holds(outcome)
+            if not outcome.is_finite:
+                self._look_into_modules()
+            if variants:
+                self._look_for_causes(outcome)
+            if self._case.snapshot is not None and (all_steps or variants):
+                self._run_from_snapshot(self._case.snapshot, all_steps)
+            result.verdict = verdict_of(result)
+        result.notes += list(self._runner.problems)
+        result.runs, result.seconds = self._runner.runs, time.perf_counter() - self._began
+        return result
+
+    def _run_the_step(self) -> Outcome:
+        return self._runner.run(self._steps.parts(self._case.step), self._steps.mode_of(self._case.step))
+
+    # Reproduction.
+
+    def _reproduce(self) -> Outcome:
+        """The outcome, with the losses divided in the way that gives what was recorded, or else by number."""
+        case, result = self._case, self._result
+        whole = not case.missing
+        if not whole:
+            result.notes.append(
+                f"the gradients of rank {', '.join(map(str, case.missing))} are not there: the losses are "
+                "compared, and not the gradients, which the processes have averaged"
+            )
+        first: tuple[Outcome, list[Any]] | None = None
+        several = len(case.micros) > len(case.ranks)
+        for divides in (True, False) if several else (True,):
+            self._steps = replace(self._steps, divides=divides)
+            self._progress("the step as it was")
+            outcome = self._run_the_step()
+            candidates = [outcome] if outcome.in_place is None else [outcome, outcome.in_place]
+            tried = [(candidate, self._compare(candidate, whole)) for candidate in candidates]
+            first = first or tried[0]
+            exact = [one for one in tried if all(number.same for number in one[1])]
+            if exact:
+                first = exact[0]
+                break
+        else:
+            self._steps = replace(self._steps, divides=True)
+        assert first is not None
+        outcome, result.compared = first
+        result.differences = [str(number) for number in result.compared if not number.same]
+        result.reproduced = bool(result.compared) and not result.differences
+        result.parameters = [
+            {"name": t.name, "nan_count": t.nan_count, "inf_count": t.inf_count} for t in outcome.nonfinite
+        ]
+        return outcome
+
+    def _compare(self, outcome: Outcome, whole: bool) -> list[Any]:
+        found = []
+        for rank in self._case.ranks:
+            mine = [i for i, micro in enumerate(self._case.micros) if micro.rank == rank]
+            found += compared(
+                self._case.all_records[rank],
+                [self._case.micros[i] for i in mine],
+                outcome,
+                [outcome.losses[i] for i in mine],
+                self._result.tolerance,
+                with_gradients=whole and rank == self._case.ranks[0],
+                measures_all=self._case.setup.get("nonfinite") != "zero",
+            )
+        return found
+
+    def _reproduce_error(self, recorded: str) -> None:
+        """The step ended in an exception: the same one has to come again."""
+        result = self._result
+        result.failure = "exception"
+        try:
+            self._run_the_step()
+            here = "none"
+        except ReplayError as error:
+            cause = error.__cause__
+            here = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+        result.reproduced = here == recorded
+        if result.reproduced:
+            result.fails = True
+            result.verdict = [f"the same exception: {recorded}"]
+        else:
+            result.differences = [f"exception: {recorded} recorded, {here} here"]
+            result.verdict = [f"does not reproduce: {result.differences[0]}"]
+
+    # Causes.
+
+    def _attempt(self, what: str, variant: Callable[[], Any]) -> Any:
+        """What it gives; None, and a note, if it cannot be run: the reproduction stands without it."""
+        self._progress(what)
+        try:
+            return variant()
+        except ReplayError as error:
+            self._result.notes.append(f"not run: {what}: {error}")
+            return None
+
+    def _look_into_modules(self) -> None:
+        with watched(self._runner.subject.model) as watch:
+            self._attempt("first bad module", self._run_the_step)
+        self._result.forward, self._result.backward = watch.forward, watch.backward
+        self._result.bad_state = nonfinite_names(self._case.state["model"])
+        states = self._case.state["optimizer"].get("state", {})
+        self._result.bad_state += [
+            f"state {key} of parameter {index}"
+            for index, its in states.items()
+            for key in nonfinite_names(its)
+        ]
+
+    def _look_for_causes(self, outcome: Outcome) -> None:
+        result, runner, steps = self._result, self._runner, self._steps
+        failure = self._failure if result.fails else None
+        search = SampleSearch(
+            runner,
+            self._case.micros,
+            steps.mode_of(self._case.step),
+            None if result.bad_state else failure,
+            lambda: self._progress("samples"),
+        )
+        result.samples = self._attempt("samples", search.search)
+        if failure is not None:
+            result.float32 = self._attempt("in float32", lambda: in_float32(runner, steps, failure))
+            if result.float32 is not None and "problem" in result.float32:
+                result.notes.append(result.float32["problem"])
+        result.earlier = self._attempt("earlier batches", lambda: earlier_batches(runner, steps)) or []
+        rates = self._record.lr
+        if outcome.is_finite and rates:
+            result.learning_rate = self._attempt(
+                "its update", lambda: one_update(runner, steps, rates, outcome)
+            )
+
+    def _run_from_snapshot(self, snapshot: dict[str, Any], all_steps: bool) -> None:
+        case, result = self._case, self._result
+        absent = [s for s in range(int(snapshot["step"]), case.step) if s not in case.by_number]
+        if absent:
+            result.notes.append(f"not run from the snapshot: the batches of steps {absent} are not there")
+            if all_steps:
+                result.reproduced = False
+                result.differences.append(result.notes[-1])
+            return
+        failure, what = self._failure if result.fails else None, "steps from the snapshot"
+        arguments = self._runner, self._steps, snapshot, case.state["model"], failure
+        result.history = self._attempt(
+            what, lambda: from_snapshot(*arguments, tick=lambda: self._progress(what))
+        )
+        if result.history is None:
+            if all_steps:
+                result.reproduced = False
+                result.differences.append(result.notes[-1])
+            return
+        different = result.history["differing_tensors"]
+        if different and result.tolerance == 0:
+            text = f"from step {snapshot['step']} on: {different} tensors of the model differ before the step"
+            (result.differences if all_steps else result.notes).append(text)
+            result.reproduced &= not all_steps

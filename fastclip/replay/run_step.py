@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One optimizer step run again: forward and backward of its micro-batches, and what its gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..gradient_stats import grad_stats
+from ..monitor.incidents.rng import set_rng_state
+from ..monitor.parameter_names import parameter_names
+from ..optim import attach, handle_of
+from ..scaler_state import inverse
+from . import samples
+from .build import (
+    HALVES,
+    ReplayError,
+    Subject,
+    all_parameters,
+    in_float32,
+    restore,
+    restore_buffers,
+    restore_model,
+    told,
+)
+from .step_parts import MicroBatch, Mode, Outcome, Part, quiet
+
+
+class Runner:
+    """Runs steps of an incident on a subject, each from the same state."""
+
+    def __init__(self, subject: Subject, state: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
+        self.subject, self._state, self.setup = subject, state, setup
+        self.names = parameter_names(subject.model, subject.optimizer)
+        self.runs = 0
+        self._updated = True
+        self.autocast_in_loss_function = False
+        self.problems: dict[str, None] = {}
+
+    def reset(self, state: Mapping[str, Any] | None = None) -> None:
+        """To the state before the step, or to another. Only an update changes what is not in the model."""
+        if state is not None or self._updated:
+            restore(self.subject, self._state if state is None else state)
+            self._updated = state is not None
+            return
+        restore_model(self.subject.model, self._state["model"])
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        for parameter in all_parameters(self.subject):
+            parameter.grad = None
+
+    @property
+    def is_scaled(self) -> bool:
+        scaler = self.subject.scaler
+        return bool(self.setup.get("scaled")) and scaler is not None and scaler.is_enabled()
+
+    def run(self, parts: Iterable[Part], mode: Mode) -> Outcome:
+        """From the state before the step, which the run leaves but for gradients and buffers.
+
+        Raises:
+            ReplayError: what the loss function raises or returns.
+        """
+        self.reset()
+        with ExitStack() as stack:
+            stack.enter_context(quiet(self.subject.model, mode.quiet))
+            if mode.float32:
+                stack.enter_context(in_float32(self.subject.model))
+            return self.measured(parts, mode)
+
+    def measured(self, parts: Iterable[Part], mode: Mode) -> Outcome:
+        """The same from where the subject is."""
+        outcome = self.forward_backward(parts, mode)
+        if mode.backward:
+            self._measure(outcome, scaled=self.is_scaled and not mode.float32)
+        self.drop_gradients()
+        return outcome
+
+    def forward_backward(self, parts: Iterable[Part], mode: Mode) -> Outcome:
+        """The losses. Leaves the gradients, scaled where the training scales."""
+        self.runs += 1
+        losses: list[Tensor] = []
+        for part in parts:
+            loss = self._forward(part, mode)
+            losses.append(loss.detach())
+            if mode.backward:
+                self._backward(loss, part.weight / mode.divisor, scaled=self.is_scaled and not mode.float32)
+        return _outcome(losses)
+
+    def _forward(self, part: Part, mode: Mode) -> Tensor:
+        micro, subject = part.micro, self.subject
+        batch = micro.batch
+        if part.indices is not None:
+            batch = samples.chosen(batch, micro.size, part.indices)
+        batch = samples.copied(batch, subject.device)
+        if mode.float32:
+            batch = samples.as_float32(batch, HALVES)
+        restore_buffers(subject.model, micro.buffers)
+        # A model that is in this mode keeps the parts that build() has set to another.
+        if not mode.quiet and subject.model.training != micro.training:
+            subject.model.train(micro.training)
+        with ExitStack() as stack:
+            self._set_generators(micro, stack)
+            stack.enter_context(torch.set_grad_enabled(mode.backward))
+            for device, known in micro.autocast.items():
+                enabled = bool(known["enabled"]) and not mode.float32
+                dtype = getattr(torch, str(known["dtype"]).removeprefix("torch."))
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            if mode.float32:
+                stack.callback(subject.model.register_forward_pre_hook(self._notice_autocast).remove)
+            return self._loss(batch, mode.backward)
+
+    def _set_generators(self, micro: MicroBatch, stack: ExitStack) -> None:
+        """As they were when the batch was told, and again at the forward: numbers may be drawn in between."""
+        told = micro.rng if micro.rng_at_batch is None else micro.rng_at_batch
+        self.problems |= dict.fromkeys(set_rng_state(told))
+        if micro.rng_at_batch is None:
+            return
+
+        hooks: list[RemovableHandle] = []
+
+        def at_first_forward(module: nn.Module, inputs: Any) -> None:
+            hooks[0].remove()
+            set_rng_state(micro.rng)
+
+        hooks.append(self.subject.model.register_forward_pre_hook(at_first_forward))
+        stack.callback(hooks[0].remove)
+
+    def _notice_autocast(self, module: nn.Module, inputs: Any) -> None:
+        self.autocast_in_loss_function |= torch.is_autocast_enabled(self.subject.device.type)
+
+    def _loss(self, batch: Any, with_gradient: bool) -> Tensor:
+        try:
+            result = self.subject.loss_function(self.subject.model, batch)
+        except Exception as error:
+            raise ReplayError(f"loss_function(model, batch) raised {told(error)}") from error
+        loss = result
+        if isinstance(result, Mapping):
+            loss = result["loss"] if "loss" in result else next(iter(result.values()), None)
+        elif isinstance(result, (tuple, list)):
+            loss = result[0] if result else None
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ReplayError(
+                f"expected loss_function(model, batch) to return a loss of one element, but got {got}"
+            )
+        if with_gradient and not loss.requires_grad:
+            raise ReplayError("the loss of loss_function(model, batch) does not depend on the parameters")
+        return loss.reshape(())
+
+    def _backward(self, loss: Tensor, weight: float, scaled: bool) -> None:
+        if weight != 1:
+            # Divided as a training loop divides: the reciprocal would round otherwise.
+            inverse_weight = 1 / weight
+            loss = loss / inverse_weight if inverse_weight == int(inverse_weight) else loss * weight
+        if scaled:
+            assert self.subject.scaler is not None
+            loss = self.subject.scaler.scale(loss)
+        try:
+            loss.backward()
+        except Exception as error:
+            raise ReplayError(f"the backward pass raised {told(error)}") from error
+
+    # The gradients.
+
+    @torch.no_grad()
+    def _measure(self, outcome: Outcome, scaled: bool) -> None:
+        """Norm and counts as the training took them: of unscaled gradients, before clipping."""
+        named = [
+            (self.names.get(p, "a parameter"), p)
+            for group in self.subject.optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        if not named:
+            return
+        scale = None
+        if scaled:
+            scaler = self.subject.scaler
+            assert scaler is not None
+            scale = scaler._scale
+        self._count(outcome, named, None if scale is None else inverse(scale))
+        if scale is not None:
+            # Some scalers divide the gradients before they are measured, and some the norm.
+            outcome.in_place = replace(outcome)
+            for _, p in named:
+                assert p.grad is not None
+                p.grad.mul_(inverse(scale).to(p.grad.device))
+            self._count(outcome.in_place, named, None)
+
+    def _count(self, outcome: Outcome, named: list[tuple[str, Tensor]], inv_scale: Tensor | None) -> None:
+        norm_type = float(self.setup.get("norm_type", 2.0))
+        stats = grad_stats(named, norm_type)
+        outcome.nan_count, outcome.inf_count = int(stats.nan_count), int(stats.inf_count)
+        outcome.gradients = stats.worst(len(stats.names))
+        norm = stats.total_norm
+        if self.setup.get("nonfinite") == "zero":  # then the norm is that of the finite elements
+            kept = [(name, p, p.grad) for name, p in named if p.grad is not None]
+            for _, p, grad in kept:
+                p.grad = grad.nan_to_num(0.0, 0.0, 0.0)
+            norm = grad_stats(named, norm_type).total_norm
+            for _, p, grad in kept:
+                p.grad = grad
+        if inv_scale is not None:
+            norm = (norm.double() * inv_scale.to(norm.device)).to(norm.dtype)
+            outcome.gradients = [t._replace(norm=t.norm * float(inv_scale)) for t in outcome.gradients]
+        outcome.total_norm = float(norm)
+
+    # The update.
+
+    def update(self, max_norm: float | None, rates: Sequence[float] | None, factor: float = 1.0) -> None:
+        """Make the optimizer's step with the gradients that are there, clipped as the training clips."""
+        subject = self.subject
+        self._updated = True
+        groups = subject.optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        known = rates if rates and len(rates) == len(groups) else before
+        for group, rate in zip(groups, known, strict=True):
+            _set_rate(group, float(rate) * factor)
+        scaler = subject.scaler if self.is_scaled else None
+        handle = None
+        if handle_of(subject.optimizer) is None and max_norm is not None:
+            handle = attach(
+                subject.optimizer,
+                max_norm,
+                norm_type=float(self.setup.get("norm_type", 2.0)),
+                nonfinite=self.setup.get("nonfinite") or "skip",
+                scaler=scaler,
+            )
+        try:
+            if scaler is None:
+                subject.optimizer.step()
+            else:
+                scaler.step(subject.optimizer)
+                scaler.update()
+        except Exception as error:
+            raise ReplayError(f"the step of the optimizer raised {told(error)}") from error
+        finally:
+            if handle is not None:
+                handle.detach()
+            for group, rate in zip(groups, before, strict=True):
+                _set_rate(group, rate)
+        self.drop_gradients()
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"] = torch.as_tensor(rate, dtype=group["lr"].dtype, device=group["lr"].device).clone()
+    else:
+        group["lr"] = rate
+
+
+def _outcome(losses: list[Tensor]) -> Outcome:
+    """The step's loss is the mean, added up as a monitor adds."""
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return Outcome([float(loss) for loss in losses], float(total / len(losses) if losses[1:] else total))

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The samples of a batch: how many there are, some of them alone, and a copy for each run."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..monitor.measure.batches import tensors_in
+
+
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree of the same types, with `change` applied to tensors and to lists without tensors."""
+    if isinstance(tree, Tensor) or _is_plain_list(tree):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        items = {key: mapped(value, change) for key, value in tree.items()}
+        if type(tree) is dict:
+            return items
+        copied: Any = copy.copy(tree)
+        copied.update(items)
+        return copied
+    if isinstance(tree, tuple):
+        values = [mapped(value, change) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+    if isinstance(tree, list):
+        return [mapped(value, change) for value in tree]
+    if hasattr(tree, "__dict__") and not isinstance(tree, type) and not callable(tree):
+        copied = copy.copy(tree)
+        vars(copied).update({key: mapped(value, change) for key, value in vars(tree).items()})
+        return copied
+    return tree
+
+
+def _is_plain_list(tree: Any) -> bool:
+    """Such as the texts of the samples: one for each."""
+    return isinstance(tree, list) and not any(True for _ in tensors_in(tree))
+
+
+def copied(batch: Any, device: torch.device) -> Any:
+    """A batch that may be changed in place, on a device; one on another accelerator is moved to it."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return list(value)
+        fresh = value.detach().clone() if device.type == "cpu" else value.detach().to(device, copy=True)
+        return fresh.requires_grad_(value.requires_grad)
+
+    return mapped(batch, one)
+
+
+def as_float32(batch: Any, halves: Sequence[torch.dtype]) -> Any:
+    return mapped(batch, lambda v: v.float() if isinstance(v, Tensor) and v.dtype in halves else v)
+
+
+def size_of(batch: Any, sample_ids: Sequence[Any]) -> int:
+    """How many samples: as many as there are ids, if a tensor is so long; else the length most tensors have.
+
+    0 for a batch without tensors of at least one dimension.
+    """
+    lengths = Counter(len(tensor) for _, tensor in tensors_in(batch) if tensor.dim())
+    if sample_ids and len(sample_ids) in lengths:
+        return len(sample_ids)
+    return lengths.most_common(1)[0][0] if lengths else 0
+
+
+def chosen(batch: Any, size: int, indices: Sequence[int]) -> Any:
+    """The batch with these samples alone: of what is `size` long, rows of tensors and items of lists."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if not value.dim() or len(value) != size:
+                return value
+            return value.detach()[list(indices)].requires_grad_(value.requires_grad)
+        return [value[i] for i in indices] if len(value) == size else value
+
+    return mapped(batch, one)
+
+
+def nonfinite_in(batch: Any) -> dict[str, int]:
+    """Elements that are NaN or Inf, by the name of the tensor; those with none are left out."""
+    found = {}
+    for name, tensor in tensors_in(batch):
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            count = int((~tensor.isfinite()).sum())
+            if count:
+                found[name] = count
+    return found

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The step of an incident run otherwise: in float32, at a tenth of the learning rate, from earlier on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..monitor.measure.batches import tensors_in
+from ..monitor.record import Record
+from .build import HALVES, renamed
+from .failure import Failure
+from .run_step import Runner
+from .step_parts import MicroBatch, Mode, Outcome, Part
+
+TENTH = 0.1
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The micro-batches of all saved steps, with what was recorded of the steps.
+
+    Attributes:
+        incident: the step to be explained.
+        divides: whether losses are divided by the number of micro-batches.
+        ranks: how many processes the micro-batches are of.
+    """
+
+    by_number: Mapping[int, list[MicroBatch]]
+    records: Mapping[int, Record]
+    incident: int
+    divides: bool
+    ranks: int
+
+    def parts(self, step: int) -> list[Part]:
+        return [Part(micro) for micro in self.by_number[step]]
+
+    def mode_of(self, step: int) -> Mode:
+        """Losses divided by the number of processes, as their gradients are averaged, and by the number of
+        micro-batches of each where the training does so."""
+        each = len(self.by_number[step]) / self.ranks
+        return Mode(divisor=self.ranks * (each if self.divides else 1))
+
+    def max_norm(self, step: int, given: float | None) -> float | None:
+        known = self.records.get(step)
+        return given if given is not None or known is None else known.max_norm
+
+
+def _numbers(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "loss": outcome.loss,
+        "total_norm": outcome.total_norm,
+        "nan_count": outcome.nan_count,
+        "inf_count": outcome.inf_count,
+    }
+
+
+# float32.
+
+
+def half_type(runner: Runner, micros: Sequence[MicroBatch]) -> str | None:
+    """The half precision type of the step, if it has one: of autocast, of the parameters, of the batch."""
+    kinds = {device.type for device in runner.subject.devices}
+    for micro in micros:
+        for device, its in micro.autocast.items():
+            if device in kinds and its["enabled"]:
+                return str(its["dtype"]).removeprefix("torch.")
+    tensors: list[Tensor] = list(runner.subject.model.parameters())
+    tensors += [tensor for micro in micros for _, tensor in tensors_in(micro.batch)]
+    return next((str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype in HALVES), None)
+
+
+def in_float32(runner: Runner, steps: Steps, failure: Failure) -> dict[str, Any] | None:
+    """Whether the failure is there in float32 too; None where there is no half precision."""
+    half = half_type(runner, steps.by_number[steps.incident])
+    if half is None:
+        return None
+    outcome = runner.run(steps.parts(steps.incident), replace(steps.mode_of(steps.incident), float32=True))
+    found = {"dtype": half, **_numbers(outcome), "vanishes": not failure.holds(outcome)}
+    if runner.autocast_in_loss_function:
+        found["problem"] = "loss_function turns on autocast by itself, so this was not all in float32"
+    return found
+
+
+# The learning rate.
+
+
+def one_update(runner: Runner, steps: Steps, rates: Sequence[float], before: Outcome) -> dict[str, Any]:
+    """The loss of the step's own batch before its update and after it, at the recorded rate and a tenth."""
+    step = steps.incident
+    parts, mode = steps.parts(step), steps.mode_of(step)
+    found: dict[str, Any] = {"rates": list(rates), "before": before.loss}
+    for name, factor in (("after", 1.0), ("after_a_tenth", TENTH)):
+        runner.reset()
+        runner.forward_backward(parts, mode)
+        runner.update(steps.max_norm(step, runner.setup.get("max_norm")), rates, factor)
+        found[name] = runner.forward_backward(parts, replace(mode, backward=False)).loss
+    return found
+
+
+def earlier_batches(runner: Runner, steps: Steps) -> list[dict[str, Any]]:
+    """The losses of earlier batches, as recorded and with the parameters before the incident's step."""
+    found = []
+    for step in sorted(s for s in steps.by_number if s < steps.incident):
+        recorded = [micro.loss for micro in steps.by_number[step] if micro.loss is not None]
+        mode = replace(steps.mode_of(step), backward=False)
+        if recorded:
+            now = runner.run(steps.parts(step), mode).loss
+            found.append({"step": step, "recorded": math.fsum(recorded) / len(recorded), "now": now})
+    return found
+
+
+@dataclass
+class History:
+    """The steps from a snapshot to the incident, run again.
+
+    Attributes:
+        losses: by step.
+        outcome: of the incident's step.
+        differing: how many tensors of the model before that step are not those of the incident.
+    """
+
+    losses: dict[int, float]
+    outcome: Outcome
+    differing: int
+
+
+def run_history(
+    runner: Runner,
+    steps: Steps,
+    snapshot: Mapping[str, Any],
+    model_state: Mapping[str, Any],
+    factor: Callable[[int], float],
+    tick: Callable[[], None],
+) -> History:
+    """`factor`: of the learning rate in a step."""
+    runner.reset(snapshot)
+    losses = {}
+    for step in range(int(snapshot["step"]), steps.incident):
+        tick()
+        known = steps.records.get(step)
+        losses[step] = runner.forward_backward(steps.parts(step), steps.mode_of(step)).loss
+        if known is not None and known.held:
+            runner.drop_gradients()  # an action of the monitor has left it out
+        else:
+            rates = known.lr if known is not None and known.lr else None
+            runner.update(steps.max_norm(step, runner.setup.get("max_norm")), rates, factor(step))
+        _step_scheduler(runner)
+    own = runner.subject.model.state_dict()
+    # Buffers that a forward changes are compared as they are before that of the incident.
+    differing = sum(
+        not torch.equal(own[name].cpu().nan_to_num(), value.cpu().nan_to_num())
+        for name, value in renamed(model_state, own).items()
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor)
+    )
+    tick()
+    mode = steps.mode_of(steps.incident)
+    outcome = runner.measured(steps.parts(steps.incident), mode)
+    losses[steps.incident] = outcome.loss
+    return History(losses, outcome, differing)
+
+
+@dataclass(frozen=True)
+class _Tenth:
+    """The factor of a learning rate that is a tenth in some steps, the first and the last included."""
+
+    first: int
+    last: int
+
+    def __call__(self, step: int) -> float:
+        return TENTH if self.first <= step <= self.last else 1.0
+
+
+def _step_scheduler(runner: Runner) -> None:
+    """Learning rates are those of the records; a scheduler changes momentum as well."""
+    scheduler = runner.subject.scheduler
+    if scheduler is not None and not hasattr(scheduler, "threshold_mode"):  # that one wants a metric
+        scheduler.step()
+
+
+def from_snapshot(
+    runner: Runner,
+    steps: Steps,
+    snapshot: Mapping[str, Any],
+    model_state: Mapping[str, Any],
+    failure: Failure | None,
+    tick: Callable[[], None],
+) -> dict[str, Any]:
+    """From the snapshot on at the recorded learning rate; at a tenth of it in the last step before the
+    incident, or in all of them if that does not help."""
+    first, last = int(snapshot["step"]), steps.incident - 1
+    recorded = run_history(runner, steps, snapshot, model_state, lambda step: 1.0, tick)
+    found: dict[str, Any] = {
+        "from_step": first,
+        "losses": recorded.losses,
+        "reaches_the_incident": recorded.differing == 0,
+        "differing_tensors": recorded.differing,
+    }
+    if failure is None or first > last:
+        return found
+    found["fails"] = failure.holds(recorded.outcome)
+    known = steps.records.get(last)
+    found["rates_of_the_step_before"] = known.lr if known is not None else []
+    trials = {"a_tenth_in_the_step_before": (last, last), "a_tenth_in_all_steps": (first, last)}
+    for name, (low, high) in trials.items():
+        if not found["fails"] or (low == last and name == "a_tenth_in_all_steps"):
+            break
+        rates = _Tenth(low, high)
+        tried = run_history(runner, steps, snapshot, model_state, rates, tick)
+        found[name] = {**_numbers(tried.outcome), "vanishes": not failure.holds(tried.outcome)}
+        if found[name]["vanishes"]:
+            break
+    return found

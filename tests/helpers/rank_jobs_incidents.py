@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the ranks of tests/helpers/ranks.py execute for the incidents of a monitor."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastclip
+from fastclip.monitor.incidents import files
+from helpers import rank_jobs
+from helpers.rank_jobs_monitor import arriving_late, digest
+
+
+class Centred(nn.Module):
+    """Takes off a running mean, a buffer that the outputs depend on, and which each forward changes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - self.mean
+        self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return centred
+
+
+def make_model() -> nn.Sequential:
+    """Of two ranks the second one has fewer rows of each weight, and none of the last."""
+    torch.manual_seed(3)
+    return nn.Sequential(Centred(6), nn.Linear(6, 13), nn.Tanh(), nn.Dropout(0.2), nn.Linear(13, 1))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+def build() -> tuple:
+    """For a replay in one process."""
+    model = make_model()
+    return model, make_optimizer(model), loss_of
+
+
+def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(6, 6, generator=generator)
+    return x, x[:, :1] - x[:, 1:2] / 2
+
+
+def ids_of(step: int, rank: int) -> list[int]:
+    return [100 * step + 10 * rank + i for i in range(6)]
+
+
+def prepared(layout: str) -> nn.Module:
+    model = make_model()
+    if layout == "ddp":
+        return DistributedDataParallel(model)
+    mesh = rank_jobs.mesh_of((dist.get_world_size(),))
+    fully_shard(model[1], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(value: Any) -> Any:
+    """A copy with all of each DTensor: every rank has to ask for it."""
+    if isinstance(value, Tensor):
+        return rank_jobs.whole(value.detach()).clone()
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    return [whole(item) for item in value] if isinstance(value, list) else value
+
+
+def state_before(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return whole(state | {"scheduler": scheduler.state_dict()}) | {"rng": torch.get_rng_state()}
+
+
+class Refused:
+    """A disk that is full on rank 1, in its first save."""
+
+    def __init__(self) -> None:
+        self._save, self._count = files.save_object, 0
+
+    def __call__(self, path: Any, value: Any) -> dict[str, Any]:
+        self._count += 1
+        if self._count == 1 and dist.get_rank() == 1:
+            path.write_bytes(b"a part")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._save(path, value)
+
+
+def train(
+    directory: str,
+    layout: str,
+    hurt: dict[int, float],
+    steps: int = 14,
+    late: bool = False,
+    full_disk: bool = False,
+    micros: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    """A training on every rank; `hurt`, {step: factor}, is done to target 2 of rank 1, last micro-batch.
+
+    The state before the first of these steps goes to `directory`/before-RANK.pt. "digests" are of the
+    parameters before the steps around them.
+    """
+    rank = dist.get_rank()
+    told: list[str] = []
+    digests = {}
+    with ExitStack() as stack:
+        stack.enter_context(arriving_late(late))
+        if full_disk:
+            stack.enter_context(mock.patch.object(files, "save_object", Refused()))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        model = prepared(layout)
+        optimizer = make_optimizer(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        saving = fastclip.monitor.Incidents(f"{directory}/incidents", **options)
+        monitor = fastclip.Monitor(model, optimizer, max_norm=1.0, scheduler=scheduler, incidents=saving)
+        torch.manual_seed(100 + rank)
+        for step in range(steps):
+            if any(abs(step - bad) <= 3 for bad in hurt):
+                digests[step] = digest(model)
+            if step == next(iter(hurt), None):
+                torch.save(state_before(model, optimizer, scheduler), f"{directory}/before-{rank}.pt")
+            for micro in range(micros):
+                x, y = batch_of(step + 1000 * micro, rank)
+                if rank == 1 and micro == micros - 1:
+                    y[2] *= hurt.get(step, 1.0)
+                monitor.batch(x, y, sample_ids=ids_of(step + 1000 * micro, rank))
+                loss = loss_of(model, (x, y))
+                monitor.loss(loss)
+                (loss / micros).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        monitor.close()
+        told += [str(w.message) for w in caught if "fastclip" in str(w.message)]
+    return {
+        "digests": digests,
+        "told": told,
+        "held": [r.step for r in monitor.records if r.held],
+        "applied": sum(r.applied for r in monitor.records),
+    }
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts what goes to a process group from Python, FSDP's own too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += function.namespace in ("c10d", "_c10d_functional")
+        return function(*arguments, **(options or {}))
+
+
+def collectives(layout: str, steps: int, **options: Any) -> list[int]:
+    """Of each step."""
+    model = prepared(layout)
+    optimizer = make_optimizer(model)
+    monitor = fastclip.Monitor(model, optimizer, max_norm=1.0, **options)
+    seen = []
+    with _Collectives() as mode:
+        for step in range(steps):
+            x, y = batch_of(step, dist.get_rank())
+            monitor.batch(x, y)
+            loss = loss_of(model, (x, y))
+            monitor.loss(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(mode.count - sum(seen))
+    monitor.close()
+    return seen
+
+
+def call(name: str, arguments: tuple, options: dict[str, Any]) -> Any:
+    return globals()[name](*arguments, **options)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the monitor does beside recording: sampling, actions, resuming, refusing, numbers that arrive late."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fastclip
+from fastclip.monitor import Monitor
+from fastclip.monitor.async_copy import LateValues
+from fastclip.monitor.measure.activations import ActivationStatistics
+from fastclip.monitor.measure.weights import WeightStatistics, is_due
+from helpers.small_training import batches, loss_of, make, run
+
+# Sampling.
+
+
+def test_what_is_sampled_when():
+    due = [step for step in range(120) if is_due(step, 50)]
+    assert due == [0, 1, 2, 4, 8, 16, 32, 50, 100]
+    assert not any(is_due(step, 0) for step in range(10))
+
+
+def test_hooks_are_there_only_in_steps_that_are_sampled():
+    model, optimizer = make()
+    monitor = Monitor(model, optimizer, activations=["1"], activations_every=10, weights_every=0)
+    hooks = []
+    for batch in batches(13):
+        hooks.append(len(model[1]._forward_hooks))
+        loss = loss_of(model, batch)
+        monitor.loss(loss)
+        loss.backward()
+        optimizer.step()
+    sampled = [bool(r.activations) for r in monitor.records]
+    assert [bool(h) for h in hooks] == sampled == [is_due(step, 10) for step in range(13)]
+    assert not any(r.update_ratio or r.param_norm for r in monitor.records)
+    monitor.close()
+    assert not model[1]._forward_hooks
+
+
+def test_activations_count_what_is_not_finite_apart():
+    module = nn.Identity()
+    statistics = ActivationStatistics({"x": module})
+    statistics.begin()
+    module(torch.tensor([[3.0, -4.0, math.nan, math.inf]]))
+    mean, rms, largest, nonfinite = statistics.end()["activations/x"].tolist()
+    assert (mean, largest, nonfinite) == (-0.5, 4.0, 2.0) and rms == pytest.approx(math.sqrt(12.5))
+
+
+def test_copies_of_parameters_stay_below_the_cap():
+    """And every parameter has its turn, but for one that is too large."""
+    shapes = [(10, 10), (20, 10), (300, 10), (5, 10), (30, 10)]
+    named = [(f"p{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
+    names = {p: name for name, p in named}
+    optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
+    weights = WeightStatistics(optimizer, names.__getitem__, max_bytes=1400)
+    seen: list[list[str]] = []
+    for _ in range(6):
+        norm = weights.before_step(every=1)["param_norm"]
+        assert norm.item() == pytest.approx(math.hypot(*[p.norm() for _, p in named]), rel=1e-5)
+        assert sum(copy.nbytes for _, _, copy in weights._copies) <= 1400
+        for _, p in named:
+            p.data *= 1.5
+        ratios = weights.after_step()
+        seen.append([key.removeprefix("update_ratio/") for key in ratios])
+        assert all(r.item() == pytest.approx(0.5, rel=1e-5) for r in ratios.values())
+    assert {name for names in seen for name in names} == {"p0", "p1", "p3", "p4"}
+    assert seen[0] == ["p0", "p1", "p3"] and seen[1] == ["p4"]
+
+
+def test_token_ids_out_of_range_are_seen_before_the_lookup_fails():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(32, 3))
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.randint(50, (4, 4))
+    tokens[2, 1], tokens[3, 3] = 50, -1
+    with pytest.raises(IndexError), monitor.batch(tokens):
+        model(tokens)
+    (record,) = monitor.records
+    assert record.token_ids == {"0": {"min": -1, "max": 50, "outside": 2, "size": 50}}
+    assert monitor.diagnose().cause == "token_ids"
+    assert "2 of the ids given to 0 are not in 0 to 49" in str(monitor.diagnose())
+    monitor.close()
+    assert not model[0]._forward_pre_hooks
+
+
+def test_a_compiled_model_is_left_alone():
+    model, optimizer = make()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match=r"activations=None with a compiled model"):
+        Monitor(compiled, optimizer, activations="leaf")
+    monitor = Monitor(compiled, optimizer, max_norm=1.0)
+    torch._dynamo.reset()
+    run(monitor, compiled, optimizer, 3)
+    assert len(monitor.records) == 3 and monitor.records[-1].worst[0]["name"].startswith("_orig_mod.")
+
+
+# Resuming.
+
+
+@pytest.mark.parametrize("at", [5, 18, 31, 57])
+def test_a_resumed_run_has_the_same_events(at, tmp_path):
+    trouble = {"scale_at": (17, 40, 59), "nan_at": (30, 31, 58)}
+
+    def monitored(policy):
+        model, optimizer = make()
+        monitor = Monitor(model, optimizer, max_norm=policy, actions={"loss_spike": "skip"})
+        return model, optimizer, monitor
+
+    whole = monitored(fastclip.policies.ZClip())
+    run(whole[2], *whole[:2], 70, **trouble)
+    first = monitored(fastclip.policies.ZClip())
+    run(first[2], *first[:2], at, **trouble)
+    states = {"model": first[0], "optimizer": first[1], "monitor": first[2]}
+    torch.save({name: part.state_dict() for name, part in states.items()}, tmp_path / "state.pt")
+    second = monitored(fastclip.policies.ZClip())
+    for part, state in zip(
+        second, torch.load(tmp_path / "state.pt", weights_only=True).values(), strict=True
+    ):
+        part.load_state_dict(state)
+    run(second[2], *second[:2], 70 - at, start=at, **trouble)
+    assert [str(e) for e in first[2].events + second[2].events] == [str(e) for e in whole[2].events]
+    assert len(whole[2].events) > 6
+    records = [*first[2].records, *second[2].records]
+    for record, expected in zip(records, whole[2].records, strict=True):
+        assert (record.step, record.max_norm, record.skipped_steps) == (
+            expected.step,
+            expected.max_norm,
+            expected.skipped_steps,
+        )
+
+
+def test_a_state_of_something_else_is_refused():
+    state = Monitor(*make(), max_norm=1.0).state_dict()
+    with pytest.raises(ValueError, match=r"lacks \['policy'\] and has \[\]"):
+        Monitor(*make(), max_norm=fastclip.policies.ZClip()).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"lacks \['gate'\]"):
+        Monitor(*make(), max_norm=1.0, actions={"nonfinite": "skip"}).load_state_dict(state)
+    with pytest.raises(ValueError, match="has .*'detector nonfinite'"):
+        Monitor(*make(), detectors=[]).load_state_dict(state)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"activations": "all"}, ValueError, "expected activations to be 'leaf'.*got 'all'"),
+        ({"activations": ["0", "nix"]}, ValueError, r"it has no \['nix'\]"),
+        ({"actions": {"loss": "stop"}}, ValueError, "kinds of events.*'loss_spike'.*got 'loss'"),
+        ({"actions": {"loss_spike": "halt"}}, ValueError, "one of 'log'.*got 'halt'"),
+        ({"actions": {"loss_spike": 3}}, TypeError, "word or callable, but got int"),
+        ({"actions": {"memory_growth": "skip"}}, ValueError, "before the update.*'memory_growth'"),
+        ({"actions": {"loss_spike": "skip"}, "max_norm": None}, ValueError, "observes only"),
+        ({"compare_ranks": True}, ValueError, "torch.distributed"),
+        ({"max_norm": -1.0}, ValueError, "number >= 0"),
+        ({"sinks": [3]}, TypeError, "sink.*int"),
+        ({"detectors": [fastclip.monitor.detectors.NonFinite()] * 2}, ValueError, "several of"),
+        ({"scaler": 3}, TypeError, "scaler"),
+        ({"weights_every": -1}, ValueError, "weights_every.*-1"),
+    ],
+)
+def test_mistaken_arguments(options, error, message):
+    """Refused before the optimizer is touched."""
+    model, optimizer = make()
+    with pytest.raises(error, match=message):
+        Monitor(model, optimizer, **{"max_norm": 1.0, **options})
+    assert fastclip.optim.handle_of(optimizer) is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_mistaken_models_optimizers_and_losses():
+    model, optimizer = make()
+    with pytest.raises(TypeError, match=r"model to be a torch\.nn\.Module, but got AdamW"):
+        Monitor(optimizer, model)
+    with pytest.raises(TypeError, match=r"optimizer to be a torch\.optim\.Optimizer, but got Sequential"):
+        Monitor(model, model)
+    monitor = Monitor(model, optimizer)
+    with pytest.raises(TypeError, match="loss to be a number, but got str"):
+        monitor.loss("low")
+    with pytest.raises(ValueError, match=r"aux to have one element, but got shape \[2\]"):
+        monitor.loss(1.0, aux=torch.ones(2))
+
+
+# Numbers that arrive late, as from a GPU.
+
+
+class Flight:
+    """Stands for a copy from a device: the event is set by hand."""
+
+    def __init__(self, tensors):
+        self.tensors, self.there, self.waited = tensors, False, False
+        self.event = self
+
+    def query(self):
+        return self.there
+
+    def synchronize(self):
+        self.there = self.waited = True
+
+    def values(self):
+        assert self.there, "read before it has arrived"
+        return {key: tensor.tolist() for key, tensor in self.tensors.items()}
+
+
+@pytest.fixture
+def flights(monkeypatch):
+    made: list[Flight] = []
+
+    def make_flight(tensors):
+        made.append(Flight(tensors))
+        return made[-1]
+
+    monkeypatch.setattr("fastclip.monitor.async_copy._Flight", make_flight)
+    monkeypatch.setattr("fastclip.monitor.async_copy._is_away", lambda tensor: True)
+    return made
+
+
+def test_numbers_keep_their_order_and_nothing_waits(flights):
+    got = []
+    late = LateValues(lambda label, values: got.append((label, values["x"], values["y"])))
+    for label in range(3):
+        late.send(label, {"x": torch.tensor(float(label)), "y": 7})
+    flights[1].there = True
+    late.poll()
+    assert got == [] and not any(f.waited for f in flights)  # the first one is not there yet
+    flights[0].there = True
+    late.poll()
+    assert got == [(0, 0.0, 7), (1, 1.0, 7)]
+    late.poll(wait=True)
+    assert got[-1] == (2, 2.0, 7) and flights[2].waited
+
+
+def test_records_one_step_late(flights):
+    model, optimizer = make()
+    monitor = Monitor(model, optimizer, max_norm=1.0)
+    for step, batch in enumerate(batches(4)):
+        loss = loss_of(model, batch)
+        monitor.loss(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(monitor.records) == step
+        flights[step].there = True
+    monitor.close()
+    assert [r.step for r in monitor.records] == [0, 1, 2, 3]
+
+
+# Leftovers.
+
+
+def test_a_closed_monitor_lets_go_of_the_model():
+    model, optimizer = make()
+    monitor = Monitor(model, optimizer, max_norm=1.0, activations="leaf")
+    run(monitor, model, optimizer, 2)
+    monitor.close()
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    gone = weakref.ref(monitor)
+    del monitor
+    gc.collect()
+    assert gone() is None
