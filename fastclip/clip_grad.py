@@ -19,7 +19,7 @@ from .collect import (
     require_nonfinite,
     tensors_of,
 )
-from .distributed import GradientList, ProcessGroups, clamp_, grad_stats, scale_, spread
+from .distributed import GradientList, ProcessGroups, clamp_, grad_stats, scale_, shard_gradients
 from .gradient_stats import clip_and_check
 from .policies import Policy, require_policy
 
@@ -174,7 +174,7 @@ def get_total_norm(
     """
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     norm_type = float(norm_type)
-    grads = spread(listed, listed, process_group) or listed
+    grads = shard_gradients(listed, listed, process_group) or listed
     if not grads:
         return torch.tensor(0.0)
     require_foreach(listed, foreach)

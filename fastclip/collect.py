@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .distributed import GradientList, ProcessGroups, spread
+from .distributed import GradientList, ProcessGroups, shard_gradients
 
 Parameters = Tensor | Iterable[Tensor]
 NamedParameters = Parameters | Iterable[tuple[str, Tensor]]
@@ -41,8 +41,8 @@ def gradients(parameters: Parameters, stacklevel: int, process_group: ProcessGro
     try:
         # In two steps, as torch.compile does not trace an assignment inside a comprehension.
         each = [p.grad for p in parameters]
-        if (spread_list := spread(parameters, each, process_group)) is not None:
-            return spread_list
+        if (sharded := shard_gradients(parameters, each, process_group)) is not None:
+            return sharded
         return [grad for grad in each if grad is not None]
     except AttributeError:
         _raise_not_a_parameter(parameters)
@@ -90,9 +90,9 @@ def named_gradients(
                 f"{type(item).__name__} at index {index}"
             )
     each = [parameter.grad for _, parameter in pairs]
-    if (spread_list := spread([p for _, p in pairs], each, process_group)) is not None:
-        indices = spread_list.indices
-        return spread_list, [pairs[index][0] for index in indices], indices
+    if (sharded := shard_gradients([p for _, p in pairs], each, process_group)) is not None:
+        indices = sharded.indices
+        return sharded, [pairs[index][0] for index in indices], indices
     indices = [index for index, grad in enumerate(each) if grad is not None]
     grads = [grad for grad in each if grad is not None]
     return grads, [pairs[index][0] for index in indices], indices

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from . import scaler_state
 from .backends import reference
-from .distributed import Spread, grad_stats, scale_, spread
-from .gradient_stats import GradStats, alarms_of
+from .distributed import ShardedGradients, grad_stats, scale_, shard_gradients
+from .gradient_stats import GradStats, nonfinite_per_rank_of
 from .optim import Handle, handle_of
 from .optim.step_inputs import names_in
-from .optim.step_plan import Plan
+from .optim.step_plan import StepPlan
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -40,7 +40,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._running_step = False
-        self._last: GradStats | Plan | None = None  # a plan makes its statistics, with names, when asked
+        self._last: GradStats | StepPlan | None = None  # a plan makes its statistics, with names, when asked
         self._counts: Tensor | None = None  # [2]: overflows, consecutive overflows
         self._warned = False
         self._late_scale: _LateNumber | None = None
@@ -48,7 +48,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def stats(self) -> GradStats | None:
         """What the last pass over gradients found, of true ones, not scaled; None before the first."""
-        return self._last.grad_stats() if isinstance(self._last, Plan) else self._last
+        return self._last.grad_stats() if isinstance(self._last, StepPlan) else self._last
 
     @property
     def overflows(self) -> int:
@@ -100,17 +100,17 @@ class GradScaler(torch.amp.GradScaler):
         each = [p.grad for p in parameters]
         if not allow_fp16:
             scaler_state.require_unscalable(each)
-        grads = spread(parameters, each) or each
+        grads = shard_gradients(parameters, each) or each
         assert self._scale is not None
         true_inverse = scaler_state.inverse(self._scale)
         total_norm, stats = grad_stats(grads, 2.0)
         known = names_in(optimizer)
-        indices = grads.indices if isinstance(grads, Spread) else range(len(each))
+        indices = grads.indices if isinstance(grads, ShardedGradients) else range(len(each))
         names = [known[parameters[i]] for i in indices]
         # Scaled, the norm itself may be too large for its dtype.
         norm = reference.totals(stats, 2.0)
         summary = (norm * true_inverse.to(norm)).to(total_norm.dtype).unsqueeze(1)
-        self._last = GradStats(summary, stats, names, 2.0, (), true_inverse, alarms_of(grads))
+        self._last = GradStats(summary, stats, names, 2.0, (), true_inverse, nonfinite_per_rank_of(grads))
         scale_(grads, inv_scale)  # 1 touches nothing
         # 0 times an infinite inverse is NaN, though the gradients looked finite.
         found = (stats[:, 1:] > 0).any() | ~true_inverse.isfinite().to(stats.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import policies, scaler_state
 from .backends import reference
 from .collect import NamedParameters, named_gradients, require_extremes, require_nonfinite, tensors_of
-from .distributed import GradientList, ProcessGroups, Spread
+from .distributed import GradientList, ProcessGroups, ShardedGradients
 from .distributed import clip_ as clip_list_
 from .distributed import grad_stats as stats_of_list
 from .groups import Groups, MaxNorm, max_norm_of_groups, number_groups, require_groups_or_process_group
@@ -61,14 +61,14 @@ class GradStats:
         norm_type: float,
         labels: Sequence[Hashable] = (),
         inv_scale: Tensor | None = None,
-        alarms: Tensor | None = None,
+        nonfinite_per_rank: Tensor | None = None,
         clip_coef: Tensor | None = None,
     ) -> None:
         self.names = list(names)
         self.norm_type = norm_type
         self.labels = list(labels)
         self._inv_scale = inv_scale
-        self._alarms = alarms
+        self._nonfinite_per_rank = nonfinite_per_rank
         self._clip_coef = clip_coef
         self._summary = summary
         self._stats = stats
@@ -119,9 +119,9 @@ class GradStats:
         Empty where no gradients are sharded and no process group was given: then each process only knows
         about itself.
         """
-        if self._alarms is None:
+        if self._nonfinite_per_rank is None:
             return []
-        return [rank for rank, count in enumerate(self._alarms.tolist()) if count > 0]
+        return [rank for rank, count in enumerate(self._nonfinite_per_rank.tolist()) if count > 0]
 
     def worst(self, k: int = 5) -> list[TensorStats]:
         """The k gradients with the most non-finite elements and, among equals, the largest norms.
@@ -185,15 +185,17 @@ def clip_and_check(
         summary, stats = clip_list_(grads, max_norm, norm_type, mode, groups, inv_scale)
     if nonfinite == "error" and bool((summary[:, 2] > 0).any()):
         names = names or [f"gradient {i}" for i in range(len(stats))]
-        alarms = alarms_of(grads)
-        found = describe_nonfinite(GradStats(summary, stats, names, norm_type, alarms=alarms))
+        nonfinite_per_rank = nonfinite_per_rank_of(grads)
+        found = describe_nonfinite(
+            GradStats(summary, stats, names, norm_type, nonfinite_per_rank=nonfinite_per_rank)
+        )
         raise RuntimeError(f"{found}. No gradient was changed (nonfinite='error').")
     return summary, stats, clip_coef
 
 
-def alarms_of(grads: GradientList) -> Tensor | None:
+def nonfinite_per_rank_of(grads: GradientList) -> Tensor | None:
     """[world size]: how many NaN and Inf each process saw in the last pass; None for a list that is here."""
-    return grads.alarms if isinstance(grads, Spread) else None
+    return grads.nonfinite_per_rank if isinstance(grads, ShardedGradients) else None
 
 
 @torch.no_grad()
@@ -247,7 +249,9 @@ def clip_(
         grads, max_norm, norm_type, nonfinite, numbers, names, inv_scale
     )
     unscaling.finish(summary)
-    return GradStats(summary, stats, names, norm_type, labels, inv_scale, alarms_of(grads), clip_coef)
+    return GradStats(
+        summary, stats, names, norm_type, labels, inv_scale, nonfinite_per_rank_of(grads), clip_coef
+    )
 
 
 @torch.no_grad()
@@ -275,4 +279,11 @@ def grad_stats(
         return GradStats(torch.zeros(1, 1), torch.zeros(0, 3), [], norm_type)
     require_extremes(tensors_of(grads), norm_type)
     total_norm, stats = stats_of_list(grads, norm_type, groups=numbers)
-    return GradStats(total_norm.unsqueeze(1), stats, names, norm_type, labels, alarms=alarms_of(grads))
+    return GradStats(
+        total_norm.unsqueeze(1),
+        stats,
+        names,
+        norm_type,
+        labels,
+        nonfinite_per_rank=nonfinite_per_rank_of(grads),
+    )

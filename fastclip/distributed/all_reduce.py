@@ -30,9 +30,9 @@ def all_reduce(numbers: Tensor, group: Group, op: Any = None) -> Tensor:
 
 
 def sum_statistics(
-    stats: Tensor, alarms: Tensor, norm_type: float, group: Group, signature: int | None = None
+    stats: Tensor, nonfinite_per_rank: Tensor, norm_type: float, group: Group, signature: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Statistics, [R, 3], and alarms, [world size], of all processes of the group together.
+    """Statistics, [R, 3], and nonfinite_per_rank, [world size], of all processes of the group together.
 
     One all_reduce; two for an extreme, whose first column is no sum.
 
@@ -48,11 +48,11 @@ def sum_statistics(
         _met.add(group.group_name)
     header = _header(signature or 0, stats)
     if not math.isinf(norm_type):
-        header, flat, alarms = _sum(header, stats.reshape(-1), alarms, group)
+        header, flat, nonfinite_per_rank = _sum(header, stats.reshape(-1), nonfinite_per_rank, group)
         total = flat.reshape(stats.shape)
     else:
         extreme = _extreme(stats[:, 0], norm_type > 0, group)
-        header, flat, alarms = _sum(header, stats[:, 1:].reshape(-1), alarms, group)
+        header, flat, nonfinite_per_rank = _sum(header, stats[:, 1:].reshape(-1), nonfinite_per_rank, group)
         counts = flat.reshape(-1, 2)
         if norm_type > 0:
             extreme = torch.where(counts[:, 1] > 0, math.inf, extreme)
@@ -62,19 +62,21 @@ def sum_statistics(
         _require_same(header, group)
     else:
         total = torch.where(_are_same(header), total, math.nan)
-    return total, alarms
+    return total, nonfinite_per_rank
 
 
-def _sum(header: Tensor, numbers: Tensor, alarms: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+def _sum(
+    header: Tensor, numbers: Tensor, nonfinite_per_rank: Tensor, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
     """All three summed in one collective.
 
     It is padded to a power of two: where the lists of the processes differ, the library below must get as
     much from each, or it aborts the process before anybody can say why.
     """
-    used = _HEADER + len(numbers) + len(alarms)
+    used = _HEADER + len(numbers) + len(nonfinite_per_rank)
     padding = numbers.new_zeros(_padded(used) - used)
-    summed = all_reduce(torch.cat([header, alarms, numbers, padding]), group)
-    start = _HEADER + len(alarms)
+    summed = all_reduce(torch.cat([header, nonfinite_per_rank, numbers, padding]), group)
+    start = _HEADER + len(nonfinite_per_rank)
     return summed[:_HEADER], summed[start : start + len(numbers)], summed[_HEADER:start]
 
 

@@ -45,7 +45,7 @@ class _Segment:
         return [grad for grad in self.grads if grad is not None]
 
 
-class Spread:
+class ShardedGradients:
     """A list of gradients of which this process holds parts, in the place of a list of tensors.
 
     Rows stand by layout, within one in the order of the parameters. A DTensor parameter has a row also where
@@ -53,13 +53,13 @@ class Spread:
 
     Attributes:
         indices: for each row the position of its parameter.
-        alarms: after a pass, [world size]: how many NaN and Inf each process saw in what it holds.
+        nonfinite_per_rank: after a pass, [world size]: how many NaN and Inf each process saw in what it holds.
         totals: after a pass, statistics of all that counts, [any, 3], and the order under which they give the
             norm. With process groups they are not those of the rows.
     """
 
     def __init__(self, segments: dict[Layout, _Segment], process_group: ProcessGroups) -> None:
-        self.alarms: Tensor | None = None
+        self.nonfinite_per_rank: Tensor | None = None
         self.totals: tuple[Tensor, float] | None = None
         self._segments = list(segments.items())
         self.indices = [index for part in segments.values() for index in part.indices]
@@ -161,19 +161,21 @@ class Spread:
                 "but got 'zero': their elements are sums that have not been made yet"
             )
         stats, dtype = self._statistics_here(norm_type, finite_only)
-        alarms = stats.new_zeros(dist.get_world_size())
-        alarms[dist.get_rank()] = stats[:, 1:].sum()
+        nonfinite_per_rank = stats.new_zeros(dist.get_world_size())
+        nonfinite_per_rank[dist.get_rank()] = stats[:, 1:].sum()
         for group, pieces in self._steps():
             shapes = tuple(shape for part, _, _ in pieces for shape in part.shapes)
             sizes = [end - begin for _, begin, end in pieces]
             part = torch.cat([stats[begin:end] for _, begin, end in pieces])
-            part, alarms = sum_statistics(part, alarms, norm_type, group, hash((shapes, norm_type)))
+            part, nonfinite_per_rank = sum_statistics(
+                part, nonfinite_per_rank, norm_type, group, hash((shapes, norm_type))
+            )
             for (_, begin, end), piece in zip(pieces, part.split(sizes), strict=True):
                 stats[begin:end] = piece
         totals, over = stats, norm_type
         if self._process_groups:
-            totals, over, alarms = self._add_process_groups(stats, alarms, norm_type)
-        self.alarms, self.totals = alarms, (totals, over)
+            totals, over, nonfinite_per_rank = self._add_process_groups(stats, nonfinite_per_rank, norm_type)
+        self.nonfinite_per_rank, self.totals = nonfinite_per_rank, (totals, over)
         return stats, totals, over, dtype
 
     def _statistics_here(self, norm_type: float, finite_only: bool) -> tuple[Tensor, torch.dtype]:
@@ -207,7 +209,7 @@ class Spread:
         return list(steps.items())
 
     def _add_process_groups(
-        self, stats: Tensor, alarms: Tensor, norm_type: float
+        self, stats: Tensor, nonfinite_per_rank: Tensor, norm_type: float
     ) -> tuple[Tensor, float, Tensor]:
         """Sums of the rows by bucket, [2 ** number of groups, 3], each added over the groups in its name.
 
@@ -227,14 +229,16 @@ class Spread:
         table = table.reshape([2] * count + [3])
         for number, group in enumerate(self._process_groups):
             part = table.select(count - 1 - number, 1)  # the buckets with this bit
-            flat, alarms = sum_statistics(part.reshape(-1, 3), alarms, norm_type, group)
+            flat, nonfinite_per_rank = sum_statistics(
+                part.reshape(-1, 3), nonfinite_per_rank, norm_type, group
+            )
             part.copy_(flat.reshape(part.shape))
-        return table.reshape(-1, 3), norm_type, alarms
+        return table.reshape(-1, 3), norm_type, nonfinite_per_rank
 
 
-def spread(
+def shard_gradients(
     parameters: Sequence[Tensor], grads: Sequence[Tensor | None], process_group: ProcessGroups = None
-) -> Spread | None:
+) -> ShardedGradients | None:
     """The list as one that is spread over processes, or None if all of it is here.
 
     `grads` are those of the parameters, one by one.
@@ -254,7 +258,7 @@ def spread(
             require_no_flat_shards(parameters)
         if dtensor not in types:
             return None
-    return Spread(_segments_of(parameters, grads, dtensor), process_group)
+    return ShardedGradients(_segments_of(parameters, grads, dtensor), process_group)
 
 
 def _segments_of(

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..groups import MaxNorm
 from ..monitor import Monitor
 from ..optim import Handle
-from ..optim.step_plan import Plan
+from ..optim.step_plan import StepPlan
 from . import lightning_checks as checks
 
 
@@ -181,13 +181,13 @@ class TrainerHooks:
             self._steps = None
             self.monitor.close()
 
-    def _numbers(self, plan: Plan | None) -> dict[str, Tensor | float]:
+    def _numbers(self, plan: StepPlan | None) -> dict[str, Tensor | float]:
         """Of the step that was made. Tensors, so that nothing waits for the device."""
         numbers: dict[str, Tensor | float] = {}
         if plan is not None:
             norms = plan.summary[:, 0]  # several with groups
             numbers["fastclip/total_norm"] = (
-                norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, plan.request.norm_type)
+                norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, plan.inputs.norm_type)
             )
             if plan.summary.shape[1] > 1:  # else nobody clips
                 numbers["fastclip/clip_coef"] = plan.summary[:, 1].amin()
@@ -207,12 +207,12 @@ class _Steps:
 
     def __init__(self, handle: Handle) -> None:
         self.made = False
-        self.plan: Plan | None = None
+        self.plan: StepPlan | None = None
         self.begun = False
         self._handle = handle
         handle.observers.append(self)
 
-    def before_update(self, plan: Plan | None) -> None:
+    def before_update(self, plan: StepPlan | None) -> None:
         self.plan = plan
 
     def after_step(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..optim import Handle
-from ..optim.step_plan import Plan
+from ..optim.step_plan import StepPlan
 from .actions import Dispatcher
 from .async_copy import LateValues, Value
 from .incidents.capture import Capture
@@ -130,7 +130,7 @@ class Watcher:
     # What the optimizer's step tells.
 
     @torch.no_grad()
-    def before_update(self, plan: Plan | None) -> Tensor | None:
+    def before_update(self, plan: StepPlan | None) -> Tensor | None:
         """Called when the gradients have been measured; returns a flag that leaves the step out, or None."""
         if self._is_captured():
             return None
@@ -149,7 +149,7 @@ class Watcher:
         scaler = self._scaler
         return scaler._scale if scaler is not None and scaler.is_enabled() else None
 
-    def _measure(self, plan: Plan | None) -> None:
+    def _measure(self, plan: StepPlan | None) -> None:
         step = self._step
         step.lr, values = learning_rates(self._handle.optimizer)
         step.values |= values
@@ -162,7 +162,7 @@ class Watcher:
             step.gradients = Gradients.of(plan, with_norms)
             step.values |= numbers_of(plan, with_norms) | limit_of(self._handle)
 
-    def _decide(self, plan: Plan | None) -> Tensor | None:
+    def _decide(self, plan: StepPlan | None) -> Tensor | None:
         """Compare with the other processes, and decide whether the step is left out.
 
         Here and not when the step is complete: in the optimizer's step all of them are at the same place.
@@ -173,7 +173,7 @@ class Watcher:
             parts.together.poll(wait=True)  # of a GPU: what was agreed in the step before
         everyone = None if parts.ranks is None else self._gather(parts.ranks, plan)
         held = None
-        observes = plan is not None and plan.request.observes
+        observes = plan is not None and plan.inputs.observes
         if parts.gate is not None and not observes and (plan is not None or everyone is not None):
             held, step.values["closed_for"] = self._hold(parts.gate, plan, everyone)
             step.values["held"] = held
@@ -186,7 +186,7 @@ class Watcher:
                 parts.together.send(label, told if held is None else told | {"held": held})
         return held
 
-    def _hold(self, gate: Gate, plan: Plan | None, everyone: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _hold(self, gate: Gate, plan: StepPlan | None, everyone: Tensor | None) -> tuple[Tensor, Tensor]:
         scale = self._scale()
         if everyone is not None:
             loss, told, total_norm = loss_and_norm(everyone)
@@ -243,7 +243,7 @@ class Watcher:
         step.end(self._last_end)
         self._last_end = step.ended
 
-    def _gather(self, ranks: Ranks, plan: Plan | None) -> Tensor:
+    def _gather(self, ranks: Ranks, plan: StepPlan | None) -> Tensor:
         loss = self._step.mean_losses().get("loss")
         counts = [v for k, v in self._step.batches.values.items() if k.endswith(("/nan", "/inf"))]
         requests, request_step = self._parts.dispatcher.ask()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Clipping as a part of the optimizer's step."""
+"""Clip gradients inside ``optimizer.step()``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..collect import require_nonfinite
 from ..distributed import ProcessGroups, require_process_group
 from ..groups import Groups, MaxNorm, require_groups_or_process_group
 from .handle import Handle, handle_of
-from .step_inputs import Clipping
+from .step_inputs import ClipOptions
 
 __all__ = ["Handle", "attach", "handle_of"]
 
@@ -75,7 +75,7 @@ def attach(
         raise RuntimeError(
             f"this {type(optimizer).__name__} is attached already; call detach() of that handle first"
         )
-    clipping = Clipping(
+    clipping = ClipOptions(
         *(optimizer, max_norm, float(norm_type), nonfinite, groups, process_group),
         names=_require_names(names),
     )

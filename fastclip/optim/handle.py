@@ -15,8 +15,8 @@ from .. import scaler_state
 from ..distributed import grad_stats
 from ..gradient_stats import GradStats
 from . import step_plan as plans
-from .step_inputs import Clipping
-from .step_plan import Plan
+from .step_inputs import ClipOptions
+from .step_plan import StepPlan
 from .wrapping import MethodWrapper, restored_on_error
 
 ATTRIBUTE = "_fastclip_handle"  # of the optimizer
@@ -25,14 +25,14 @@ ATTRIBUTE = "_fastclip_handle"  # of the optimizer
 class Observer(Protocol):
     """Who is told of each step of an attached optimizer, also of one that a scaler leaves out."""
 
-    def before_update(self, plan: Plan | None) -> Tensor | None:
+    def before_update(self, plan: StepPlan | None) -> Tensor | None:
         """The gradients have been measured. A flag other than 0, [], leaves the step out."""
 
     def after_step(self) -> None:
         """The step is over."""
 
 
-class Handle(Clipping):
+class Handle(ClipOptions):
     """What :func:`fastclip.attach` returns: the statistics of the last step, and the way back.
 
     Attributes:
@@ -42,20 +42,22 @@ class Handle(Clipping):
         norm_type, nonfinite, groups, process_group, names: as given to :func:`fastclip.attach`.
     """
 
-    def __init__(self, clipping: Clipping, scaler: GradScaler | None) -> None:
+    def __init__(self, clipping: ClipOptions, scaler: GradScaler | None) -> None:
         super().__init__(**vars(clipping))
         self._scaler = scaler
         self._driver: GradScaler | None = None  # whose step() is running
-        self._prepared: Plan | None = None  # made by fastclip.GradScaler for the step that follows
+        self._prepared: StepPlan | None = None  # made by fastclip.GradScaler for the step that follows
         self._calls = 0
         self._passes = 0
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
         self._applied: bool | None = None
         self._skipped = 0
         self._skipped_on_device: Tensor | None = None  # added to in place: a captured graph counts too
         self._may_be_skipped_unseen = False
         self.observers: list[Observer] = []
-        self.request(None, None)  # raises for what does not fit the parameters, before anything is changed
+        self.step_inputs(
+            None, None
+        )  # raises for what does not fit the parameters, before anything is changed
         self._wrappers = [MethodWrapper(self.optimizer, "step", self._step)]
         if scaler is not None:
             self._wrappers.append(MethodWrapper(scaler, "step", self._step_of_scaler))
@@ -169,7 +171,7 @@ class Handle(Clipping):
             yield
         self._record(plan)
 
-    def _record(self, plan: Plan | None) -> None:
+    def _record(self, plan: StepPlan | None) -> None:
         if plan is not None:
             plan.let_go()
         found_inf = plan.found_inf if plan is not None else False
@@ -186,9 +188,9 @@ class Handle(Clipping):
         )
 
     def _is_scaled(self) -> bool:
-        return self._plan is not None and self._plan.request.is_scaled
+        return self._plan is not None and self._plan.inputs.is_scaled
 
-    def _make_plan(self, scale: Tensor | None = None) -> Plan | None:
+    def _make_plan(self, scale: Tensor | None = None) -> StepPlan | None:
         """The pass over the gradients; None if there are none. `scale`: of the loss, where a scaler tells."""
         grad_scale = vars(self.optimizer).get("grad_scale")
         found_inf = vars(self.optimizer).get("found_inf")
@@ -196,10 +198,10 @@ class Handle(Clipping):
             grad_scale, found_inf = scale if grad_scale is None else scale * grad_scale, None
         else:
             self._require_scaler_at_work()
-        request = self.request(grad_scale, found_inf)
-        if not request.grads:
+        inputs = self.step_inputs(grad_scale, found_inf)
+        if not inputs.grads:
             return None
-        plan = plans.make(request)
+        plan = plans.make(inputs)
         if (
             plan.in_place
             and grad_scale is not None
@@ -254,7 +256,7 @@ class Handle(Clipping):
             self._driver = self._prepared = None
 
     @torch.no_grad()
-    def prepare(self, scale: Tensor) -> Plan | None:
+    def prepare(self, scale: Tensor) -> StepPlan | None:
         """The one pass of a step, made early because the scaler asks for NaN and Inf before the step."""
         self._prepared = self._make_plan(scale)
         return self._prepared
@@ -270,12 +272,12 @@ class Handle(Clipping):
             )
         plan = self._prepared
         if plan is None:
-            request = self.request(None, None)
-            if not request.grads:
+            inputs = self.step_inputs(None, None)
+            if not inputs.grads:
                 return
-            total_norm, stats = grad_stats(request.grads, self.norm_type, groups=request.groups)
+            total_norm, stats = grad_stats(inputs.grads, self.norm_type, groups=inputs.groups)
             summary = total_norm.unsqueeze(1)
-            plan = Plan(request, stats, None, fused=False, known_summary=summary, found_inf=True)
+            plan = StepPlan(inputs, stats, None, fused=False, known_summary=summary, found_inf=True)
         self._plan = plan
         plan.let_go()
         self._applied = False

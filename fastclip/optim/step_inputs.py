@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributed import GradientList, ProcessGroups, spread
+from ..distributed import GradientList, ProcessGroups, shard_gradients
 from ..groups import Groups, MaxNorm, max_norm_of_groups, number_groups
 from ..policies import Policy, require_policy
 
 
 @dataclass
-class Request:
+class StepInputs:
     """What a step asks for.
 
     Attributes:
@@ -61,7 +61,7 @@ class Request:
 
 
 @dataclass(eq=False, repr=False)
-class Clipping:
+class ClipOptions:
     """How the gradients of an optimizer are to be clipped, as given to :func:`fastclip.attach`."""
 
     optimizer: torch.optim.Optimizer
@@ -72,25 +72,25 @@ class Clipping:
     process_group: ProcessGroups
     names: dict[Tensor, str]
 
-    def request(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> Request:
+    def step_inputs(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> StepInputs:
         policy: Policy | None = None
         if isinstance(self.max_norm, Policy):
             policy = require_policy(self.max_norm, self.groups, self.nonfinite)
         every = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
         each = [p.grad for _, p in every]
-        spread_list = spread([p for _, p in every], each, self.process_group)
-        grads: GradientList = [g for g in each if g is not None] if spread_list is None else spread_list
-        if spread_list is None:
+        sharded = shard_gradients([p for _, p in every], each, self.process_group)
+        grads: GradientList = [g for g in each if g is not None] if sharded is None else sharded
+        if sharded is None:
             indices = [index for index, grad in enumerate(each) if grad is not None]
         else:
-            indices = spread_list.indices
+            indices = sharded.indices
         parameters = [every[index][1] for index in indices]
 
         def names() -> list[str]:
             return self._names_of(parameters)
 
         numbers, labels, max_norm = self._groups_of(every, indices)
-        return Request(
+        return StepInputs(
             self.optimizer,
             parameters,
             grads,

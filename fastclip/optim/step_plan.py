@@ -20,15 +20,15 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from .. import policies, scaler_state
 from ..backends import reference
 from ..collect import require_extremes, tensors_of
-from ..distributed import Spread, clip_, grad_stats
-from ..gradient_stats import GradStats, alarms_of, describe_nonfinite
-from ..policies import Limited, Policy
-from .step_inputs import Request
+from ..distributed import ShardedGradients, clip_, grad_stats
+from ..gradient_stats import GradStats, describe_nonfinite, nonfinite_per_rank_of
+from ..policies import Policy, PolicyResult
+from .step_inputs import StepInputs
 from .wrapping import attributes, without_gradients
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """How a step is to be made.
 
     Attributes:
@@ -43,7 +43,7 @@ class Plan:
         limited: what a policy made of it, where there is one.
     """
 
-    request: Request
+    inputs: StepInputs
     stats: Tensor
     inv_scale: Tensor | None
     fused: bool
@@ -51,7 +51,7 @@ class Plan:
     found_inf: bool | Tensor = False
     grad_scale: Tensor | None = None
     in_place: bool = False
-    limited: Limited | None = None
+    limited: PolicyResult | None = None
     known_numbers: tuple[Tensor, Tensor, Tensor] | None = None
     kept_totals: tuple[Tensor, float] | None = None
     kept_alarms: Tensor | None = None
@@ -68,10 +68,10 @@ class Plan:
         if self.known_summary is None and self.known_numbers is not None:
             self.known_summary = torch.stack([n.to(torch.float32) for n in self.known_numbers]).reshape(1, 3)
         if self.known_summary is None:
-            r = self.request
+            r = self.inputs
             totals = self.stats, r.norm_type
-            if (spread_totals := self.totals) is not None:
-                totals = spread_totals
+            if (own_totals := self.totals) is not None:
+                totals = own_totals
             self.known_summary = reference.summarize(
                 *totals, r.max_norm, r.groups, self.inv_scale, torch.float32
             )
@@ -80,31 +80,40 @@ class Plan:
     @property
     def totals(self) -> tuple[Tensor, float] | None:
         """What the norm is made of where `stats` is not all, as with process groups."""
-        grads = self.request.grads
-        return grads.totals if isinstance(grads, Spread) else self.kept_totals
+        grads = self.inputs.grads
+        return grads.totals if isinstance(grads, ShardedGradients) else self.kept_totals
 
     @property
-    def alarms(self) -> Tensor | None:
+    def nonfinite_per_rank(self) -> Tensor | None:
         """[world size]: NaN and Inf that each process saw; None where all gradients are here."""
-        grads = self.request.grads
-        return alarms_of(grads) if isinstance(grads, Spread) else self.kept_alarms
+        grads = self.inputs.grads
+        return nonfinite_per_rank_of(grads) if isinstance(grads, ShardedGradients) else self.kept_alarms
 
     def let_go(self) -> None:
         """Keep the statistics and not the gradients, so that zero_grad() frees them."""
-        self.kept_totals, self.kept_alarms = self.totals, self.alarms
-        self.request.grads = []
+        self.kept_totals, self.kept_alarms = self.totals, self.nonfinite_per_rank
+        self.inputs.grads = []
 
     def grad_stats(self) -> GradStats:
         """The statistics, with names."""
-        r, alarms = self.request, self.alarms
+        r, nonfinite_per_rank = self.inputs, self.nonfinite_per_rank
         clip_coef = None if self.limited is None else self.limited.clip_coef
         return GradStats(
-            *(self.summary, self.stats, r.names(), r.norm_type, r.labels, self.inv_scale, alarms, clip_coef)
+            *(
+                self.summary,
+                self.stats,
+                r.names(),
+                r.norm_type,
+                r.labels,
+                self.inv_scale,
+                nonfinite_per_rank,
+                clip_coef,
+            )
         )
 
     def raise_if_error(self) -> None:
         """Raise RuntimeError if `nonfinite` is "error" and NaN or Inf was found. Nothing has been changed."""
-        if self.request.raises and bool(self.found_inf):
+        if self.inputs.raises and bool(self.found_inf):
             raise RuntimeError(
                 f"{describe_nonfinite(self.grad_stats())}. No gradient and no parameter was changed "
                 "(nonfinite='error')."
@@ -119,79 +128,83 @@ class Plan:
 
     def apply(self, stack: ExitStack) -> None:
         """Bring the optimizer into the state for its step, until `stack` is closed."""
-        if self.request.observes:
+        if self.inputs.observes:
             return
-        optimizer = self.request.optimizer
+        optimizer = self.inputs.optimizer
         flag: Tensor | None = None
         if isinstance(self.found_inf, Tensor):
             flag = self.found_inf
-            new = _parameters_without_momentum(optimizer, self.request.parameters)
+            new = _parameters_without_momentum(optimizer, self.inputs.parameters)
             stack.callback(_zero_new_momentum, optimizer, new, flag)
         elif self.found_inf:
-            stack.enter_context(without_gradients(optimizer, self.request.parameters))
-        if flag is not None or self.grad_scale is not None or self.request.is_scaled:
+            stack.enter_context(without_gradients(optimizer, self.inputs.parameters))
+        if flag is not None or self.grad_scale is not None or self.inputs.is_scaled:
             stack.enter_context(attributes(optimizer, grad_scale=self.grad_scale, found_inf=flag))
 
 
-def make(request: Request) -> Plan:
+def make(inputs: StepInputs) -> StepPlan:
     """Read the gradients once and, where the optimizer's kernel cannot clip them, clip them in place.
 
     Raises:
         ValueError: float16 gradients that would have to be unscaled in place.
     """
-    require_extremes(tensors_of(request.grads), request.norm_type)
-    inv_scale = None if request.grad_scale is None else scaler_state.inverse(request.grad_scale)
-    fused = _is_fused(request.optimizer)
-    if request.observes:
-        return _observe(request, inv_scale, fused)
-    if request.policy is not None:
-        return _by_policy(request, request.policy, inv_scale, fused)
-    if fused and not request.groups and request.mode != "zero":
-        total_norm, stats = grad_stats(request.grads, request.norm_type)
+    require_extremes(tensors_of(inputs.grads), inputs.norm_type)
+    inv_scale = None if inputs.grad_scale is None else scaler_state.inverse(inputs.grad_scale)
+    fused = _is_fused(inputs.optimizer)
+    if inputs.observes:
+        return _observe(inputs, inv_scale, fused)
+    if inputs.policy is not None:
+        return _by_policy(inputs, inputs.policy, inv_scale, fused)
+    if fused and not inputs.groups and inputs.mode != "zero":
+        total_norm, stats = grad_stats(inputs.grads, inputs.norm_type)
         # The kernels take a float32 scalar, which would round the coefficient of float64 gradients.
         if total_norm.dtype is not torch.float64:
-            return _plan_hand_over(request, total_norm[0], stats, inv_scale)
-    return _clip_in_place(request, inv_scale, fused)
+            return _plan_hand_over(inputs, total_norm[0], stats, inv_scale)
+    return _clip_in_place(inputs, inv_scale, fused)
 
 
-def _observe(request: Request, inv_scale: Tensor | None, fused: bool) -> Plan:
-    norm, stats = grad_stats(request.grads, request.norm_type, groups=request.groups)
+def _observe(inputs: StepInputs, inv_scale: Tensor | None, fused: bool) -> StepPlan:
+    norm, stats = grad_stats(inputs.grads, inputs.norm_type, groups=inputs.groups)
     if inv_scale is not None:
         norm = (norm.double() * inv_scale.to(norm.device)).to(norm.dtype)
-    found = request.found_inf  # what the scaler has told the optimizer's kernel
-    plan = Plan(request, stats, inv_scale, fused, norm.unsqueeze(1))
+    found = inputs.found_inf  # what the scaler has told the optimizer's kernel
+    plan = StepPlan(inputs, stats, inv_scale, fused, norm.unsqueeze(1))
     plan.found_inf = False if found is None else (found != 0).any().to(torch.float32)
     return plan
 
 
-def _by_policy(request: Request, policy: Policy, inv_scale: Tensor | None, fused: bool) -> Plan:
+def _by_policy(inputs: StepInputs, policy: Policy, inv_scale: Tensor | None, fused: bool) -> StepPlan:
     """As :func:`make`; the policy is asked once, between the pass that reads and the clip."""
-    r = request
+    r = inputs
     limited = policies.measure(r.grads, policy, r.norm_type, r.mode, r.groups, inv_scale)
-    request = replace(request, max_norm=limited.max_norm, policy=None)
+    inputs = replace(inputs, max_norm=limited.max_norm, policy=None)
     summary, stats = limited.summary, limited.stats
     wide = summary.dtype is torch.float64
     if fused and not (r.groups or policy.per_tensor or r.mode == "zero" or wide):
-        return _plan_hand_over(request, summary[0, 0], stats, inv_scale, limited)
+        return _plan_hand_over(inputs, summary[0, 0], stats, inv_scale, limited)
     if inv_scale is not None:
         scaler_state.require_unscalable(tensors_of(r.grads))
     policies.scale_(r.grads, limited, r.mode, r.groups, inv_scale)
-    plan = Plan(request, stats, inv_scale, fused, summary, in_place=True, limited=limited)
+    plan = StepPlan(inputs, stats, inv_scale, fused, summary, in_place=True, limited=limited)
     plan.found_inf = _found_inf(plan, (summary[:, 2] > 0).any())
     return plan
 
 
 def _plan_hand_over(
-    request: Request, norm: Tensor, stats: Tensor, inv_scale: Tensor | None, limited: Limited | None = None
-) -> Plan:
-    plan = Plan(request, stats, inv_scale, fused=True, grad_scale=request.grad_scale, limited=limited)
+    inputs: StepInputs,
+    norm: Tensor,
+    stats: Tensor,
+    inv_scale: Tensor | None,
+    limited: PolicyResult | None = None,
+) -> StepPlan:
+    plan = StepPlan(inputs, stats, inv_scale, fused=True, grad_scale=inputs.grad_scale, limited=limited)
     if limited is not None:
         plan.known_summary = limited.summary
-    if limited is None and _host_knows(norm) and request.norm_type > 0 and bool(norm.isfinite()):
+    if limited is None and _host_knows(norm) and inputs.norm_type > 0 and bool(norm.isfinite()):
         # Then every element is finite too, and the few numbers left are told faster than a summary is made.
         if inv_scale is not None:
             norm = (norm.double() * inv_scale).float().reshape(())
-        clip_coef = reference.clip_coefficient(norm, request.max_norm)
+        clip_coef = reference.clip_coefficient(norm, inputs.max_norm)
         found = ~norm.isfinite() | ~(clip_coef >= 0)
         if inv_scale is None:
             plan.known_numbers = norm, clip_coef, found
@@ -200,39 +213,39 @@ def _plan_hand_over(
     # On the CPU the coefficient is known, and a kernel without grad_scale writes no gradients.
     if not _host_knows(clip_coef) or clip_coef != 1:
         plan.grad_scale = clip_coef.reciprocal()
-        if request.grad_scale is not None:
-            plan.grad_scale = plan.grad_scale * request.grad_scale.to(plan.grad_scale).reshape(())
+        if inputs.grad_scale is not None:
+            plan.grad_scale = plan.grad_scale * inputs.grad_scale.to(plan.grad_scale).reshape(())
         too_large = plan.grad_scale.isinf() & (clip_coef > 0)  # it would make every gradient 0
         if _host_knows(too_large) and bool(too_large):
-            return _clip_in_place(request, inv_scale, fused=True)
+            return _clip_in_place(inputs, inv_scale, fused=True)
         found = found | too_large
     plan.found_inf = _found_inf(plan, found)
     return plan
 
 
-def _clip_in_place(request: Request, inv_scale: Tensor | None, fused: bool) -> Plan:
+def _clip_in_place(inputs: StepInputs, inv_scale: Tensor | None, fused: bool) -> StepPlan:
     if inv_scale is not None:
-        scaler_state.require_unscalable(tensors_of(request.grads))
-    r = request
+        scaler_state.require_unscalable(tensors_of(inputs.grads))
+    r = inputs
     summary, stats = clip_(r.grads, r.max_norm, r.norm_type, r.mode, r.groups, inv_scale)
-    plan = Plan(request, stats, inv_scale, fused, summary, in_place=True)
+    plan = StepPlan(inputs, stats, inv_scale, fused, summary, in_place=True)
     plan.found_inf = _found_inf(plan, (summary[:, 2] > 0).any())
     return plan
 
 
-def _found_inf(plan: Plan, found: Tensor) -> bool | Tensor:
+def _found_inf(plan: StepPlan, found: Tensor) -> bool | Tensor:
     """Whether the step is to be left out. The host waits for the answer only where it has to know."""
-    request = plan.request
-    if request.mode != "skip":
+    inputs = plan.inputs
+    if inputs.mode != "skip":
         return False
-    if request.found_inf is not None:
-        found = found | (request.found_inf.to(found.device) != 0).any()
+    if inputs.found_inf is not None:
+        found = found | (inputs.found_inf.to(found.device) != 0).any()
     return _left_out(plan, found)
 
 
-def _left_out(plan: Plan, flag: Tensor) -> bool | Tensor:
+def _left_out(plan: StepPlan, flag: Tensor) -> bool | Tensor:
     """The flag for the optimizer's kernel, or for the host where it makes the step."""
-    if plan.fused and not plan.request.raises and not _host_knows(flag) and not _needs_truth(plan.request):
+    if plan.fused and not plan.inputs.raises and not _host_knows(flag) and not _needs_truth(plan.inputs):
         return flag.to(torch.float32)
     _require_readable(flag)
     return bool(flag)
@@ -288,10 +301,10 @@ def _zero_new_momentum(
             buffer.masked_fill_(found_inf.to(buffer.device) != 0, 0)
 
 
-def _needs_truth(request: Request) -> bool:
+def _needs_truth(inputs: StepInputs) -> bool:
     """Whether the update differs for the first step that is applied: SGD does not dampen its momentum then.
 
     Zeros in the buffers cannot tell the kernel that, so the host leaves the step out by itself.
     """
-    new = _parameters_without_momentum(request.optimizer, request.parameters)
-    return bool(new) and any(group["dampening"] for group in request.optimizer.param_groups)
+    new = _parameters_without_momentum(inputs.optimizer, inputs.parameters)
+    return bool(new) and any(group["dampening"] for group in inputs.optimizer.param_groups)

@@ -8,7 +8,7 @@ remembers the norms that it has seen. A fixed limit needs no policy, it is a num
 """
 
 from .adagc import AdaGC
-from .apply import Limited, measure, require_policy, scale_
+from .apply import PolicyResult, measure, require_policy, scale_
 from .base import Policy
 from .spike_skip import SpikeSkip
 from .trailing_percentile import TrailingPercentile
@@ -16,8 +16,8 @@ from .zclip import ZClip
 
 __all__ = [
     "AdaGC",
-    "Limited",
     "Policy",
+    "PolicyResult",
     "SpikeSkip",
     "TrailingPercentile",
     "ZClip",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import distributed
 from ..backends import reference
-from ..distributed import GradientList, Spread
+from ..distributed import GradientList, ShardedGradients
 from .base import Policy
 
 # What every clip of fastclip adds to the norm, as torch does.
@@ -20,7 +20,7 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class Limited:
+class PolicyResult:
     """What one pass found and what a policy made of it. Nothing has been written.
 
     Attributes:
@@ -79,7 +79,7 @@ def measure(
     nonfinite: str,
     groups: Sequence[int] = (),
     inv_scale: Tensor | None = None,
-) -> Limited:
+) -> PolicyResult:
     """Read the gradients once and ask the policy. The arguments are those of ``distributed.clip_``.
 
     Raises:
@@ -87,7 +87,7 @@ def measure(
     """
     measured, stats = distributed.grad_stats(grads, norm_type, nonfinite == "zero", groups)
     totals = (stats, norm_type)
-    if isinstance(grads, Spread) and grads.totals is not None:
+    if isinstance(grads, ShardedGradients) and grads.totals is not None:
         totals = grads.totals
     total_norm = reference.totals(*totals, groups)
     norms = reference.totals(stats, norm_type, range(len(stats))) if len(stats) else stats[:, 0]
@@ -106,7 +106,7 @@ def measure(
         smallest = clip_coef.amin()
         found = torch.maximum(summary[0, 2], (~(smallest >= 0)).to(summary))
         summary = torch.stack([summary[0, 0], smallest, found]).unsqueeze(0)
-    return Limited(summary, stats, max_norm, ~overflow & ~(summary[:, 1] >= 0).all(), clip_coef)
+    return PolicyResult(summary, stats, max_norm, ~overflow & ~(summary[:, 1] >= 0).all(), clip_coef)
 
 
 def _require_limit(limit: Tensor, own: Tensor, policy: Policy) -> Tensor:
@@ -124,7 +124,7 @@ def _require_limit(limit: Tensor, own: Tensor, policy: Policy) -> Tensor:
 
 def scale_(
     grads: GradientList,
-    limited: Limited,
+    limited: PolicyResult,
     nonfinite: str,
     groups: Sequence[int] = (),
     inv_scale: Tensor | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...backends import reference
 from ...optim import Handle
-from ...optim.step_plan import Plan
+from ...optim.step_plan import StepPlan
 from ...policies import Policy
 from ..async_copy import Value
 
@@ -34,12 +34,12 @@ def limit_of(handle: Handle) -> dict[str, Value]:
 
 
 @torch.no_grad()
-def numbers_of(plan: Plan, with_norms: bool) -> dict[str, Value]:
+def numbers_of(plan: StepPlan, with_norms: bool) -> dict[str, Value]:
     """The numbers of the pass. Tensors, on the device."""
-    stats, summary, request = plan.stats, plan.summary, plan.request
+    stats, summary, inputs = plan.stats, plan.summary, plan.inputs
     order = stats[:, 0]
     # A finite norm that the host knows tells that all elements are, unless it was made of those alone.
-    healthy = request.mode != "zero" and request.norm_type > 0 and summary.device.type == "cpu"
+    healthy = inputs.mode != "zero" and inputs.norm_type > 0 and summary.device.type == "cpu"
     values: dict[str, Value] = {"summary": summary}
     if not (healthy and bool(summary[:, 0].isfinite().all())):
         bad = stats[:, 1:]
@@ -53,9 +53,9 @@ def numbers_of(plan: Plan, with_norms: bool) -> dict[str, Value]:
     if plan.inv_scale is not None:
         values["inv_scale"] = plan.inv_scale
     if with_norms:
-        values["tensor_norms"] = reference.totals(stats, request.norm_type, range(len(stats)))
-    if (alarms := plan.alarms) is not None:
-        values["alarms"] = alarms
+        values["tensor_norms"] = reference.totals(stats, inputs.norm_type, range(len(stats)))
+    if (nonfinite_per_rank := plan.nonfinite_per_rank) is not None:
+        values["nonfinite_per_rank"] = nonfinite_per_rank
     return values
 
 
@@ -69,12 +69,12 @@ class Gradients:
     with_norms: bool
 
     @classmethod
-    def of(cls, plan: Plan, with_norms: bool) -> Gradients:
-        request = plan.request
-        return cls(request.parameters, request.labels, request.norm_type, with_norms)
+    def of(cls, plan: StepPlan, with_norms: bool) -> Gradients:
+        inputs = plan.inputs
+        return cls(inputs.parameters, inputs.labels, inputs.norm_type, with_norms)
 
 
-def fields_of(values: dict[str, Any], request: Gradients, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
+def fields_of(values: dict[str, Any], inputs: Gradients, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
     """The fields of a record, from the numbers that have arrived."""
     inv_scale = values.get("inv_scale", 1.0)
     while isinstance(inv_scale, list):
@@ -82,27 +82,29 @@ def fields_of(values: dict[str, Any], request: Gradients, name_of: Callable[[Ten
     summary, counts = values["summary"], values.get("counts", (0, 0))
     coefficients = [row[1] for row in summary if len(row) > 1]
     found: dict[str, Any] = {
-        "total_norm": _combine([row[0] for row in summary], request.norm_type),
+        "total_norm": _combine([row[0] for row in summary], inputs.norm_type),
         "nan_count": int(counts[0]),
         "inf_count": int(counts[1]),
         "clip_coef": min(coefficients, key=lambda c: math.inf if math.isnan(c) else c, default=None),
-        "nonfinite_ranks": [rank for rank, count in enumerate(values.get("alarms", [])) if count > 0],
+        "nonfinite_ranks": [
+            rank for rank, count in enumerate(values.get("nonfinite_per_rank", [])) if count > 0
+        ],
     }
-    if request.labels and len(request.labels) < len(request.parameters):
-        labelled = zip(request.labels, summary, strict=True)
+    if inputs.labels and len(inputs.labels) < len(inputs.parameters):
+        labelled = zip(inputs.labels, summary, strict=True)
         found["group_norms"] = {str(label): row[0] for label, row in labelled}
     found["worst"] = [
         {
-            "name": name_of(request.parameters[int(index)]),
-            "norm": _root(row[0], request.norm_type) * inv_scale,
+            "name": name_of(inputs.parameters[int(index)]),
+            "norm": _root(row[0], inputs.norm_type) * inv_scale,
             "nan_count": int(row[1]),
             "inf_count": int(row[2]),
         }
         for index, row in zip(values["worst_index"], values["worst"], strict=True)
     ]
-    if request.with_norms:
+    if inputs.with_norms:
         found["tensor_norms"] = [norm * inv_scale for norm in values["tensor_norms"]]
-        found["tensor_names"] = [name_of(parameter) for parameter in request.parameters]
+        found["tensor_names"] = [name_of(parameter) for parameter in inputs.parameters]
     return found
 
 
