@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Lists of gradients that no single backend call serves.
 
-A list is one of tensors, which may lie on several devices and be dense, complex or sparse; or a `ShardedGradients`, of
-which other processes hold parts too. These functions take either.
+A list is one of tensors, which may lie on several devices and be dense, complex or sparse; or a
+`ShardedGradients`, of which other processes hold parts too. These functions take either.
 """
 
 from __future__ import annotations
