@@ -53,7 +53,7 @@ class ShardedGradients:
 
     Attributes:
         indices: for each row the position of its parameter.
-        nonfinite_per_rank: after a pass, [world size]: how many NaN and Inf each process saw in what it holds.
+        nonfinite_per_rank: after a pass, [world size]: how many NaN and Inf each process saw in its part.
         totals: after a pass, statistics of all that counts, [any, 3], and the order under which they give the
             norm. With process groups they are not those of the rows.
     """
