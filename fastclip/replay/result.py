@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..monitor.sinks.jsonl import _spelled
+from ..monitor.sinks.json_numbers import spell_nonfinite
 from .bisect import SampleReport
 from .compare import Compared
 from .nan_trace import BadModule
@@ -62,7 +62,7 @@ class ReplayResult:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: NaN and Inf are strings."""
-        return _spelled(asdict(self))
+        return spell_nonfinite(asdict(self))
 
     def __str__(self) -> str:
         how = "bit for bit" if self.tolerance == 0 else f"within {self.tolerance:g}"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sinks.jsonl import _spelled
+from ..sinks.json_numbers import spell_nonfinite
 
 FORMAT = 1
 VERSION_KEY = "fastclip_incident"
@@ -188,7 +188,7 @@ def first_sentence(error: BaseException) -> str:
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:
     """As strict JSON; what JSON has not is told by its repr."""
-    return json.dumps(_spelled(_plain(manifest, 0)), indent=1, allow_nan=False).encode() + b"\n"
+    return json.dumps(spell_nonfinite(_plain(manifest, 0)), indent=1, allow_nan=False).encode() + b"\n"
 
 
 def _plain(value: Any, depth: int) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..sinks.log_reader import _refuse, _restored
+from ..sinks.json_numbers import refuse_constant, restore_nonfinite
 from . import files as _files
 
 _BLOCK = 1 << 22
@@ -159,7 +159,7 @@ def read_incident(path: str | os.PathLike[str], verify: bool = True) -> Incident
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_bytes(), parse_constant=_refuse)
+        manifest = json.loads(path.read_bytes(), parse_constant=refuse_constant)
     except OSError as error:
         raise IncidentError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -174,7 +174,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{path}: the incident has version {version} of the format, but this fastclip reads up to "
             f"{_files.FORMAT}; a later fastclip wrote it"
         )
-    manifest = _restored(manifest)
+    manifest = restore_nonfinite(manifest)
     given = {key: kind for key, kind in _OPTIONAL.items() if manifest.get(key) is not None}
     for key, kind in (_TYPES | given).items():
         value = manifest.get(key)

@@ -10,12 +10,13 @@ lines are records. JSON has no numbers NaN and Inf: they stand as "NaN", "Infini
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from .json_numbers import spell_nonfinite
 
 FORMAT = 1
 VERSION_KEY = "fastclip_log"
@@ -177,16 +178,5 @@ def _line(record: dict[str, Any]) -> bytes:
     try:
         text = _ENCODER.encode(record)
     except ValueError:  # NaN and Inf are rare: only then is the record gone through in Python
-        text = _ENCODER.encode(_spelled(record))
+        text = _ENCODER.encode(spell_nonfinite(record))
     return text.encode() + b"\n"
-
-
-def _spelled(value: Any) -> Any:
-    """The value with strings for NaN and Inf."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _spelled(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_spelled(item) for item in value]
-    return value

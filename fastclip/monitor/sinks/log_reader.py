@@ -8,16 +8,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from .json_numbers import refuse_constant, restore_nonfinite
 from .jsonl import FORMAT, VERSION_KEY, log_files
-
-_NUMBERS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
-
-# Text under these keys stays text, even if it reads "NaN" ...
-_TEXT_KEYS = frozenset({"name", "message", "kind", "severity", "sample_ids", "error", "tensor_names"})
-# ... but not where the keys are names that a user chose: a loss may be called "error".
-_NAMED = frozenset({"losses", "group_norms", "update_ratio", "activations", "batch", "token_ids", "values"})
 
 
 class LogError(ValueError):
@@ -113,19 +107,15 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 def _parse(line: bytes, where: str, is_first: bool) -> dict[str, Any]:
     try:
-        value = json.loads(line, parse_constant=_refuse)
+        value = json.loads(line, parse_constant=refuse_constant)
         why = f"expected a JSON object, but got {type(value).__name__}"
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         value, why = None, f"not JSON: {error}"
     if not isinstance(value, dict):
         raise LogError(f"{where}: not a log of fastclip: {why}" if is_first else f"{where}: {why}")
     if b"NaN" in line or b"Infinity" in line:
-        value = _restored(value)
+        value = restore_nonfinite(value)
     return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON number")
 
 
 def _require_header(value: dict[str, Any], where: str) -> dict[str, Any]:
@@ -140,18 +130,6 @@ def _require_header(value: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}: the log has version {version} of the format, but this fastclip reads up to {FORMAT}; "
             "a later fastclip wrote it"
         )
-    return value
-
-
-def _restored(value: Any, key: str = "", text: bool = False) -> Any:
-    """The value with floats for the strings that stand for NaN and Inf."""
-    if isinstance(value, str):
-        return value if text else _NUMBERS.get(value, value)
-    if isinstance(value, list):
-        return [_restored(item, "", text) for item in value]
-    if isinstance(value, dict):
-        text_keys = frozenset() if key in _NAMED else _TEXT_KEYS
-        return {k: _restored(item, k, text or k in text_keys) for k, item in value.items()}
     return value
 
 
