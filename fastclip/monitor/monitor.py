@@ -31,7 +31,7 @@ from .rank_sync import Ranks
 from .record import Event
 from .record_builder import RecordMaker
 from .sinks import SinkGroup
-from .skip_latch import Gate
+from .skip_latch import SkipLatch
 from .step_recorder import Parts, Watcher
 from .suppress import guarded
 
@@ -141,7 +141,7 @@ class Monitor:
             weights,
             weights_every,
             TokenIds(model),
-            Gate(held, saving.overflows if saving else 1) if held else None,
+            SkipLatch(held, saving.overflows if saving else 1) if held else None,
             ranks,
             self._dispatcher,
             LateValues(self._agreed, on_demand=True) if ranks is not None and ranks.acts else None,
@@ -257,15 +257,15 @@ class Monitor:
         guarded(self._history.add, step, values)
         if (reason := int(values.get("closed_for", 0))) and self._parts.capture is not None:
             guarded(self._parts.capture.save, reason, self.records[-1], self.records)
-        if values.get("held") and self._parts.gate is not None and self._parts.ranks is None:
-            self._parts.gate.open(step.decision)
+        if values.get("held") and self._parts.latch is not None and self._parts.ranks is None:
+            self._parts.latch.release(step.decision)
 
     def _agreed(self, label: tuple[int, int], values: dict[str, Any]) -> None:
         """What all processes do together, at the same place of the same step."""
         number, decision = label
-        if values.get("held") and self._parts.gate is not None:
+        if values.get("held") and self._parts.latch is not None:
             self._poll()  # the record comes first
-            self._parts.gate.open(decision)
+            self._parts.latch.release(decision)
         self._dispatcher.act(number, values["requests"], values["request_steps"])
 
     def _stateful(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class Monitor:
             "records": self._maker,
             "requests": self._dispatcher,
             "weights": self._parts.weights,
-            "gate": self._parts.gate,
+            "gate": self._parts.latch,
             "policy": policy if isinstance(policy, Policy) else None,
         }
         found |= {f"detector {detector.kind}": detector for detector in self.detectors}

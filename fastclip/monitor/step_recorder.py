@@ -22,7 +22,7 @@ from .measure.gradients import HISTOGRAM_EVERY, Gradients, limit_of, numbers_of
 from .measure.weights import WeightStatistics, is_due
 from .open_step import OpenStep, learning_rates, memory_of
 from .rank_sync import Ranks, loss_and_norm
-from .skip_latch import Gate
+from .skip_latch import SkipLatch
 from .suppress import guarded
 
 MEMORY_EVERY = 10  # steps
@@ -37,7 +37,7 @@ class Parts:
     weights: WeightStatistics | None
     weights_every: int
     token_ids: TokenIds
-    gate: Gate | None
+    latch: SkipLatch | None
     ranks: Ranks | None
     dispatcher: Dispatcher
     together: LateValues | None  # what the processes do together
@@ -174,10 +174,10 @@ class Watcher:
         everyone = None if parts.ranks is None else self._gather(parts.ranks, plan)
         held = None
         observes = plan is not None and plan.inputs.observes
-        if parts.gate is not None and not observes and (plan is not None or everyone is not None):
-            held, step.values["closed_for"] = self._hold(parts.gate, plan, everyone)
+        if parts.latch is not None and not observes and (plan is not None or everyone is not None):
+            held, step.values["closed_for"] = self._hold(parts.latch, plan, everyone)
             step.values["held"] = held
-            step.decision = parts.gate.decisions
+            step.decision = parts.latch.decisions
         if everyone is not None:
             step.values["ranks"] = everyone
             if parts.together is not None:
@@ -186,16 +186,18 @@ class Watcher:
                 parts.together.send(label, told if held is None else told | {"held": held})
         return held
 
-    def _hold(self, gate: Gate, plan: StepPlan | None, everyone: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _hold(
+        self, latch: SkipLatch, plan: StepPlan | None, everyone: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         scale = self._scale()
         if everyone is not None:
             loss, told, total_norm = loss_and_norm(everyone)
-            return gate.decide(loss, total_norm, told, scale)
+            return latch.decide(loss, total_norm, told, scale)
         assert plan is not None
         known = self._step.mean_losses().get("loss")
         if known is not None and not isinstance(known, Tensor):
             known = torch.full((), known, dtype=torch.float64, device=self._device)
-        return gate.decide(known, plan.summary[:, 0].amax(), None, scale)
+        return latch.decide(known, plan.summary[:, 0].amax(), None, scale)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -248,7 +250,7 @@ class Watcher:
         counts = [v for k, v in self._step.batches.values.items() if k.endswith(("/nan", "/inf"))]
         requests, request_step = self._parts.dispatcher.ask()
         total_norm: Value | None = None
-        if self._parts.gate is not None:  # without a gradient here that of the others counts
+        if self._parts.latch is not None:  # without a gradient here that of the others counts
             total_norm = -math.inf if plan is None else plan.summary[:, 0].amax()
         numbers = {
             "loss": None if loss is None else _scalar(loss),

@@ -22,8 +22,7 @@ from fastclip.monitor import Event, Record, TrainingUnstable
 from fastclip.monitor import async_copy as late
 from fastclip.monitor import rank_sync as ranks
 from fastclip.monitor.detectors import Detector, default_detectors
-from fastclip.monitor.skip_latch import Spikes
-from fastclip.policies import SpikeSkip
+from fastclip.monitor.spike_rule import SpikeRule
 from helpers import rank_jobs
 
 NAN = math.nan
@@ -177,9 +176,9 @@ def holding(late_too=False, look=False, what="loss", **options: Any) -> dict[str
     kinds = ("nonfinite", "loss_spike") if what == "loss" else ("norm_spike",)
     with arriving_late(late_too):
         run = Run(actions=dict.fromkeys(kinds, "skip"), what=what, **options)
-        gate = run.monitor._parts.gate
-        gate.norm_rule = gate.norm_rule and Spikes(SpikeSkip(window=20, minimum=5))
-        gate.loss_rule = gate.loss_rule and Spikes(SpikeSkip(window=20, minimum=5))
+        latch = run.monitor._parts.latch
+        latch.norm_rule = latch.norm_rule and SpikeRule(size=20, minimum=5)
+        latch.loss_rule = latch.loss_rule and SpikeRule(size=20, minimum=5)
         return run.steps(STEPS, look=look).result()
 
 
