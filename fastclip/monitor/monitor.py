@@ -21,8 +21,8 @@ from .diagnosis.diagnose import Diagnosis, diagnose
 from .diagnosis.recommend import Recommendation, recommend
 from .diagnosis.summary import summarize
 from .history import History
-from .incidents.capture import Capture
-from .incidents.options import Incidents, Subject
+from .incidents.capture import Capture, CapturedTraining
+from .incidents.options import Incidents
 from .measure.activations import ActivationStatistics, TokenIds, chosen_modules
 from .measure.weights import WeightStatistics
 from .open_step import OpenStep
@@ -147,8 +147,8 @@ class Monitor:
             LateValues(self._agreed, on_demand=True) if ranks is not None and ranks.acts else None,
         )
         if saving is not None and store is not None:
-            subject = Subject(model, optimizer, scheduler, scaler, self.handle, self._state)
-            self._parts.capture = Capture(saving, store, subject, rank, world)
+            training = CapturedTraining(model, optimizer, scheduler, scaler, self.handle, self._state)
+            self._parts.capture = Capture(saving, store, training, rank, world)
         self._maker = RecordMaker(rank, self._parts.token_ids.sizes, names)
         self._history = History(self._maker, self.detectors, self._sinks)
         self.records, self.events = self._history.records, self._history.events

@@ -282,7 +282,7 @@ def test_a_disk_that_is_full_stops_nothing(tmp_path, monkeypatch):
         raise StoreError(28, "No space left on device")
 
     monkeypatch.setattr("fastclip.monitor.incidents.store.IncidentStore.save", full)
-    with pytest.warns(UserWarning, match=r"No space left on device.*The training goes on"):
+    with pytest.warns(UserWarning, match=r"No space left on device.*Training continues"):
         model, monitor = train(tmp_path)
     assert len(monitor.records) == 12 and all(p.isfinite().all() for p in model.parameters())
     assert monitor.records[-1].applied

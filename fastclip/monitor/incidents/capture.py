@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keeps what a step depended on, and saves it when the step goes wrong, before anything has been updated."""
+"""Capture of what a step depends on, saved before any update if the step goes wrong."""
 
 from __future__ import annotations
 
@@ -8,59 +8,90 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ...optim import Handle
 from ..measure.batches import plain_ids, tensors_in
 from ..record import Event, Record
 from ..skip_latch import REASONS
+from .captured_step import CapturedBatch, CapturedStep
 from .determinism import deterministic_settings
 from .encode import encode
-from .forwards import Forwards, Start
-from .options import Incidents, KeptBatch, KeptStep, Subject
+from .forwards import ForwardStart, ForwardWatcher
+from .options import Incidents
 from .rng import rng_state
 from .shards import local_state
 from .store import IncidentStore, StoreError
 
-_COOLDOWN = 100  # steps between two incidents of one kind: a run that has died has one NaN after the other
-_RECORDS = 200
+_COOLDOWN = 100  # steps between two incidents of one kind: after the first NaN every step has one
+_RECORDS = 200  # saved with an incident
+
+
+class IncidentSaved(UserWarning):
+    """The warning that says where an incident was saved."""
+
+
+@dataclass
+class CapturedTraining:
+    """The objects whose state an incident holds.
+
+    Attributes:
+        monitor_state: returns the state of the monitor without waiting for pending steps.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler | None
+    handle: Handle
+    monitor_state: Callable[[], dict[str, Any]]
 
 
 class Capture:
-    """Watches one training, see :class:`Incidents`."""
+    """The steps of one training, of which those that go wrong are saved.
+
+    Args:
+        options: see :class:`Incidents`.
+        rank, world: of this process in the default process group.
+    """
 
     def __init__(
-        self, options: Incidents, store: IncidentStore, subject: Subject, rank: int, world: int
+        self, options: Incidents, store: IncidentStore, training: CapturedTraining, rank: int, world: int
     ) -> None:
-        self._options, self._store, self._subject = options, store, subject
+        self._options, self._store, self._training = options, store, training
         self._rank, self._world = rank, world
-        self._forwards = Forwards(subject.model, self._began)
-        self._step = KeptStep(0)
-        self._steps: deque[KeptStep] = deque()
+        self._forwards = ForwardWatcher(training.model, self._add_forward)
+        self._step = CapturedStep(0)
+        self._steps: deque[CapturedStep] = deque()
         self._snapshots: deque[dict[str, Any]] = deque(maxlen=2)
         self._saved: dict[str, int] = {}
 
-    # While a step is made.
+    # During a step.
 
     def restart(self, number: int) -> None:
-        """Forget what was kept, and count from `number` on."""
-        self._step, self._steps = KeptStep(number), deque()
+        """Drop all captured steps and count from `number` on."""
+        self._step, self._steps = CapturedStep(number), deque()
         self._snapshots.clear()
 
     def add_batch(self, batch: Any, sample_ids: Any) -> None:
+        """Capture a micro-batch by reference, with the random generators as they are now."""
         versions = [(name, t, t._version) for name, t in tensors_in(batch) if not t.is_inference()]
         numbers = self._step.number, len(self._step.micros)
-        micro = KeptBatch(*numbers, batch, plain_ids(sample_ids), versions, rng_state())
+        micro = CapturedBatch(*numbers, batch, plain_ids(sample_ids), versions, rng_state())
         self._step.micros.append(micro)
 
     def add_loss(self, loss: Any) -> None:
+        """Capture the loss of the last micro-batch."""
         if self._step.micros:
             self._step.micros[-1].loss = loss.detach().clone() if isinstance(loss, Tensor) else loss
 
-    def _began(self, start: Start) -> None:
+    def _add_forward(self, start: ForwardStart) -> None:
         micros, every = self._step.micros, self._options.snapshot_every
         if micros and micros[-1].start is None:
             micros[-1].start = start
@@ -69,15 +100,15 @@ class Capture:
                 self._snapshots.append(_on_host(state) | {"step": self._step.number})
 
     def before_update(self) -> None:
-        """The gradients are there. Keeps what the training itself changes after the step."""
-        if self._subject.scheduler is not None:
-            self._step.scheduler = dict(self._subject.scheduler.state_dict())
+        """Capture the scheduler's state, which the training changes after the update."""
+        if self._training.scheduler is not None:
+            self._step.scheduler = dict(self._training.scheduler.state_dict())
 
     def end_step(self) -> None:
-        """The step is over; the next one begins."""
+        """Finish the step, start the next one, and drop steps that are too old."""
         self._step.unseen_buffers = self._forwards.end_step()
         self._steps.append(self._step)
-        self._step = KeptStep(self._step.number + 1)
+        self._step = CapturedStep(self._step.number + 1)
         oldest = self._step.number - self._options.batches
         if self._snapshots:
             oldest = min(oldest, self._snapshots[0]["step"])
@@ -85,17 +116,20 @@ class Capture:
             self._steps.popleft()
 
     def close(self) -> None:
+        """Remove the hook from the model."""
         self._forwards.remove()
 
-    # When one went wrong.
+    # After a step that went wrong.
 
     def save(self, reason: int, record: Record, records: Sequence[Record]) -> None:
-        """Save the incident, unless one of its kind was saved shortly before.
+        """Save the incident, unless one of its kind occurred in the last 100 steps.
+
+        If the loss or a gradient was not finite, buffers that the forward changed are restored.
 
         Args:
-            reason: the number in REASONS, from 1.
-            record: of the step, which has not been applied.
-            records: those before it, and itself.
+            reason: the position in REASONS, from 1.
+            record: the record of the step, whose update was skipped.
+            records: the records up to and including it.
         """
         kind = REASONS[reason - 1]
         last = self._saved.get(kind)
@@ -105,47 +139,50 @@ class Capture:
             self._save_or_warn(kind, step, record, records)
         first = step.first_start()
         if kind == "nonfinite" and first is not None:
-            self._forwards.put_back(first)
+            self._forwards.restore_buffers(first)
 
-    def _save_or_warn(self, kind: str, step: KeptStep, record: Record, records: Sequence[Record]) -> None:
+    def _save_or_warn(self, kind: str, step: CapturedStep, record: Record, records: Sequence[Record]) -> None:
         try:
             self._save(kind, step, self._event(kind, record, records), record, records)
         except StoreError as error:
-            warnings.warn(f"fastclip.Monitor: {error}. The training goes on", stacklevel=2)
+            warnings.warn(f"fastclip.Monitor: {error}. Training continues", stacklevel=2)
 
     def _event(self, kind: str, record: Record, records: Sequence[Record]) -> Event:
-        """That of the record. Not every rank has one: the loss that closes the gate is the mean of all, which
-        is the one that a replay of all has to find again."""
+        """Return the record's event of this kind, or a new one on a rank that has none.
+
+        The loss that skips a step is the mean over all ranks, so the values of a loss spike are means too: a
+        replay of all ranks reproduces these.
+        """
         event = next((e for e in record.events if e.kind == kind), None)
         if event is None:
-            message = f"the step was held back: {kind}"
+            message = f"the step was skipped: {kind}"
             event = Event(kind, record.step, "error", message, {}, self._rank)
-        loss = _loss_of_all(record)
+        loss = _mean_loss(record)
         if kind != "loss_spike" or loss is None:
             return event
-        before = [_loss_of_all(r) for r in list(records)[-_RECORDS:] if r.step < record.step]
+        before = [_mean_loss(r) for r in list(records)[-_RECORDS:] if r.step < record.step]
         known = [number for number in before if number is not None and math.isfinite(number)]
         values = {"loss": loss, "median": statistics.median(known)} if known else {}
         return replace(event, values=event.values | values)
 
     def _save(
-        self, kind: str, step: KeptStep, event: Event, record: Record, records: Sequence[Record]
+        self, kind: str, step: CapturedStep, event: Event, record: Record, records: Sequence[Record]
     ) -> None:
         problems = [f"buffer {name} was changed for the first time" for name in step.unseen_buffers]
         first = step.first_start()
         state = self._state({} if first is None else first.buffers)
-        self._as_before_the_step(state, step, record)
+        self._undo_later_changes(state, step, record)
         plain, shards = local_state(state)
-        problems += _encode_strange_parts(plain)
+        problems += _encode_custom_state(plain)
         entries = [self._entry(m, problems) for s in (*self._steps, self._step) for m in s.micros]
         entries = [entry for entry in entries if entry["step"] <= record.step]
         files = {"state.pt": plain, "batches.pt": {"batches": entries}}
         older = [s for s in self._snapshots if s["step"] < record.step]
         if older:
             files["snapshot.pt"] = dict(older[0])
-            _encode_strange_parts(files["snapshot.pt"])
+            _encode_custom_state(files["snapshot.pt"])
         if not step.micros:
-            problems.append("no batch was told to the monitor")
+            problems.append("no batch was given to the monitor")
         manifest = {
             "severity": event.severity,
             "message": event.message,
@@ -162,16 +199,16 @@ class Capture:
         warnings.warn(f"fastclip.Monitor saved step {record.step} to {path}", IncidentSaved, stacklevel=2)
 
     def _state(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
-        subject = self._subject
-        parts = {"optimizer": subject.optimizer, "scheduler": subject.scheduler, "scaler": subject.scaler}
+        training = self._training
+        parts = {"optimizer": training.optimizer, "scheduler": training.scheduler, "scaler": training.scaler}
         state = {name: None if part is None else part.state_dict() for name, part in parts.items()}
-        model = dict(subject.model.state_dict())
+        model = dict(training.model.state_dict())
         model |= {name: buffer for name, buffer in buffers.items() if name in model}
-        return {"model": model, **state, "monitor": subject.state_of_monitor()}
+        return {"model": model, **state, "monitor": training.monitor_state()}
 
     @staticmethod
-    def _as_before_the_step(state: dict[str, Any], step: KeptStep, record: Record) -> None:
-        """Take back what the training changed between the step and now: of a GPU the record comes late."""
+    def _undo_later_changes(state: dict[str, Any], step: CapturedStep, record: Record) -> None:
+        """Reset what the training changed after the step: on a GPU the record arrives some steps later."""
         if step.scheduler is not None:
             state["scheduler"] = step.scheduler
         if state["scaler"] and record.loss_scale is not None:
@@ -183,12 +220,12 @@ class Capture:
                 for group, rate in zip(groups, record.lr, strict=True)
             ]
 
-    def _entry(self, micro: KeptBatch, problems: list[str]) -> dict[str, Any]:
+    def _entry(self, micro: CapturedBatch, problems: list[str]) -> dict[str, Any]:
         tree, found = encode(micro.batch)
         place = f"step {micro.step}, batch {micro.micro}"
         problems += [f"{place}: {problem}" for problem in found]
         changed = [name for name, tensor, version in micro.versions if tensor._version != version]
-        problems += [f"{place}: {name} was changed in place after the batch was told" for name in changed]
+        problems += [f"{place}: {name} was changed in place after monitor.batch()" for name in changed]
         if micro.start is None:
             problems.append(f"{place}: no forward of the model was seen")
         start, ids = micro.start, micro.sample_ids
@@ -208,22 +245,22 @@ class Capture:
     def _setup(self, record: Record) -> dict[str, Any]:
         return {
             "max_norm": record.max_norm,
-            "norm_type": self._subject.handle.norm_type,
-            "nonfinite": self._subject.handle.nonfinite,
+            "norm_type": self._training.handle.norm_type,
+            "nonfinite": self._training.handle.nonfinite,
             "micro_batches": record.micro_batches,
             "scaled": record.loss_scale is not None,
             "deterministic": deterministic_settings(),
         }
 
 
-def _loss_of_all(record: Record) -> float | None:
-    """The mean over several processes that have all told one."""
+def _mean_loss(record: Record) -> float | None:
+    """Return the mean loss over several processes; None with one process, or if one of them has no loss."""
     losses = record.ranks.get("loss")
     return sum(losses) / len(losses) if losses else None
 
 
-def _encode_strange_parts(state: dict[str, Any]) -> list[str]:
-    """Those which may hold what torch.load refuses; returns what could not be kept of them."""
+def _encode_custom_state(state: dict[str, Any]) -> list[str]:
+    """Encode the parts that may hold what torch.load refuses, and return what could not be stored of them."""
     problems = []
     for name in ("scheduler", "monitor"):
         if state[name] is not None:
@@ -232,12 +269,8 @@ def _encode_strange_parts(state: dict[str, Any]) -> list[str]:
     return problems
 
 
-class IncidentSaved(UserWarning):
-    """Tells where an incident was saved."""
-
-
 def _on_host(value: Any) -> Any:
-    """A copy that nothing changes any more, in the host's memory."""
+    """Return a deep copy in host memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

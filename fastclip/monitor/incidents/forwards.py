@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a forward depends on beside the parameters and the batch, as it was at its start."""
+"""The state that a forward depends on besides the parameters and the batch, copied when it starts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 from ..suppress import guarded
 from .rng import rng_state
 
-_LOOK_AGAIN = 100  # steps
-_LEARNING = 3  # steps until it is known which buffers a forward changes
+_LOOK_AGAIN = 100  # steps between searches for replaced buffers
+_LEARNING = 3  # steps after which it is known which buffers a forward changes
 
 
-class Start:
-    """What is kept of one forward.
+class ForwardStart:
+    """The state at the start of one forward.
 
     Attributes:
-        rng: of torch; what draws from the others draws before the forward.
-        autocast: by device type, whether it is on and for which dtype.
-        buffers: by name, copies of those that a forward changes.
-        training: the mode of the model.
+        rng: the states of torch's generators; Python's and NumPy's are captured with the batch.
+        autocast: by device type, whether autocast is enabled, and its dtype.
+        buffers: by name, copies of the buffers that forwards change.
+        training: whether the model is in training mode.
     """
 
     def __init__(self, model: nn.Module, buffers: dict[str, Tensor]) -> None:
@@ -41,33 +41,34 @@ class Start:
         self.training = model.training
 
 
-class Forwards:
-    """Tells the start of each forward of a model that is a part of the training.
+class ForwardWatcher:
+    """A hook on a model that copies the state at the start of each training forward.
 
-    Buffers that a forward changes, such as those of batch and spectral normalization, are found in the first
-    steps, in which all are copied and compared, since batch normalization leaves version counters alone;
-    later by these.
+    Which buffers a forward changes, such as those of batch and spectral normalization, is learnt in the first
+    steps: all are copied and compared, because batch normalization does not count up version counters. Later
+    changes of other buffers are noticed by their version counters.
 
     Args:
         model: the module whose calls are forwards.
-        began: called with the Start of each.
+        on_start: called with the state at the start of each forward.
     """
 
-    def __init__(self, model: nn.Module, began: Callable[[Start], None]) -> None:
+    def __init__(self, model: nn.Module, on_start: Callable[[ForwardStart], None]) -> None:
         self._model = weakref.ref(model)
-        self._began = began
+        self._on_start = on_start
         self._changing: set[str] = set()
         self._steps = 0
         self._versions: dict[str, int] = {}
         self._buffers: dict[str, Tensor] = {}
-        self._first: Start | None = None  # of the step, while it is found out what changes
-        # DistributedDataParallel first gives all ranks the buffers of rank 0, and then calls what it wraps.
+        self._first: ForwardStart | None = None  # in this step, while the changing buffers are learnt
+        # DistributedDataParallel broadcasts the buffers of rank 0 before it calls the module that it wraps.
         called = model.module if isinstance(model, DistributedDataParallel) else model
         self._called = weakref.ref(called)
-        # Before FSDP gathers the parameters: a state_dict in between takes them away from the forward.
+        # Before FSDP gathers the parameters: a state_dict taken after that would reshard them.
         self._hook = called.register_forward_pre_hook(_Hook(self), prepend=True)
 
     def before(self, called: nn.Module) -> None:
+        """Copy the state, unless the forward is an evaluation."""
         model = self._model()
         if model is None or called is not self._called():
             return
@@ -79,18 +80,18 @@ class Forwards:
         if self._steps >= _LEARNING:
             buffers = {name: b for name, b in buffers.items() if name in self._changing}
         with torch.no_grad():
-            start = Start(model, buffers)
+            start = ForwardStart(model, buffers)
         if self._first is None and self._steps < _LEARNING:
             self._first = start
-        self._began(start)
+        self._on_start(start)
 
     def _all_buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Looked for in each of the first steps, and now and then: moving a model may replace them."""
+        """Return the buffers, searched again now and then because moving a model may replace them."""
         known = self._steps > _LEARNING and self._steps % _LOOK_AGAIN != 0
         return self._buffers if known else dict(model.named_buffers())
 
     def end_step(self) -> list[str]:
-        """The step is over. Returns the buffers that it changed and of which no copy was made."""
+        """Finish the step and return the names of buffers that it changed without a copy."""
         model, versions = self._model(), self._versions
         if model is None:
             return []
@@ -108,21 +109,22 @@ class Forwards:
         return unseen
 
     @torch.no_grad()
-    def put_back(self, start: Start) -> None:
-        """Bring the buffers that forwards change to what they were at the start of one."""
+    def restore_buffers(self, start: ForwardStart) -> None:
+        """Set the buffers that forwards change to their values at the start of a forward."""
         model = self._model()
         for name, buffer in model.named_buffers() if model is not None else ():
             if name in self._changing and name in start.buffers:
                 buffer.copy_(start.buffers[name])
 
     def remove(self) -> None:
+        """Remove the hook from the model."""
         self._hook.remove()
 
 
 class _Hook:
-    """A forward pre-hook that a copy of the model can carry, where it does nothing."""
+    """A forward pre-hook that does nothing on a copy of the model."""
 
-    def __init__(self, forwards: Forwards | None = None) -> None:
+    def __init__(self, forwards: ForwardWatcher | None = None) -> None:
         self._forwards = forwards
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
