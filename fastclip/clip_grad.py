@@ -12,49 +12,30 @@ from . import scaler_state
 from .backends import reference
 from .collect import (
     Parameters,
-    gradients,
-    require_extremes,
+    collect_gradients,
     require_foreach,
     require_max_norm,
     require_nonfinite,
-    tensors_of,
+    require_norm,
 )
-from .distributed import GradientList, ProcessGroups, clamp_, grad_stats, scale_, shard_gradients
-from .gradient_stats import clip_and_check
-from .policies import Policy, require_policy
+from .dispatch import run_clamp, run_scale, run_stats
+from .distributed import ProcessGroups, shard_gradients
+from .gradient_stats import clip_gradients
+from .policies import Policy
+from .policies.apply import require_policy
 
-# The public function and the no_grad around it lie between gradients() and the caller.
+# The public function and the no_grad around it lie between collect_gradients() and the caller.
 _TO_CALLER = 3
 
 
 def _raise_if_nonfinite(total_norm: Tensor, norm_type: float) -> None:
+    """Raise RuntimeError if the norm is NaN or Inf. Waits for the device."""
     if not total_norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is {total_norm.item()}; no gradient was "
             "changed. error_if_nonfinite=False clips all the same; fastclip.clip_ with nonfinite='error' "
             "names the parameters."
         )
-
-
-def _clip(
-    grads: GradientList,
-    max_norm: float | Tensor | Policy,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    nonfinite: str,
-    unscaling: scaler_state.Unscaling,
-) -> Tensor:
-    if error_if_nonfinite and norm_type not in (1.0, 2.0, math.inf):
-        # Under other orders a NaN or Inf element may leave the norm finite, which is no error.
-        _raise_if_nonfinite(grad_stats(grads, norm_type)[0][0], norm_type)
-    elif error_if_nonfinite:
-        nonfinite = "skip"
-    summary, _, _ = clip_and_check(grads, max_norm, norm_type, nonfinite, inv_scale=unscaling.inv_scale)
-    total_norm = summary.as_strided((), ())  # summary[0, 0], at half its cost
-    if error_if_nonfinite:
-        _raise_if_nonfinite(total_norm, norm_type)
-    unscaling.finish(summary)
-    return total_norm
 
 
 @torch.no_grad()
@@ -78,7 +59,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: a Tensor or an iterable of Tensors, of any shapes; float32, bfloat16, float16, float64 or
-            complex, mixed as they come. Those without ``.grad`` are passed over.
+            complex, in any mixture. Those without ``.grad`` are ignored.
         max_norm: the limit, >= 0; a Tensor of one element is used without waiting for its device. Or one of
             fastclip.policies, which chooses it from the norms of the run.
         norm_type: the order p of the norm, anything ``float()`` takes; ``inf`` for the largest element.
@@ -88,8 +69,9 @@ def clip_grad_norm_(
             and Inf makes the finite ones 0. "error": raise and name the gradients, before any is changed.
             "zero": such elements become 0 and the norm is that of the rest. "skip": no gradient is changed.
         scaler: the loss scaler of mixed precision. Gradients that are still scaled are unscaled and clipped
-            in the same pass, and ``scaler.step(optimizer)`` is told of it: ``scaler.unscale_`` is not needed.
-        optimizer: given together with `scaler`; `parameters` are those of this optimizer.
+            in the same pass, and ``scaler.step(optimizer)`` takes this into account: ``scaler.unscale_`` is
+            not needed.
+        optimizer: the optimizer of all `parameters`; given together with `scaler`.
         process_group: further groups of processes that hold other parameters of the model, such as the stages
             of a pipeline: a ProcessGroup, several, or a mapping from each group to those parameters that
             differ between its processes, such as experts; all others are replicas there and count once.
@@ -110,19 +92,33 @@ def clip_grad_norm_(
     if not isinstance(max_norm, Policy):
         max_norm = require_max_norm(max_norm)
     norm_type = float(norm_type)
-    require_nonfinite(nonfinite)
+    if nonfinite != "propagate":
+        require_nonfinite(nonfinite)
     if error_if_nonfinite and nonfinite in ("zero", "skip"):
         raise ValueError(f"expected error_if_nonfinite or nonfinite={nonfinite!r}, but got both")
-    grads = gradients(parameters, _TO_CALLER, process_group)
-    unscaling = scaler_state.begin(scaler, optimizer, grads)
+    grads = collect_gradients(parameters, _TO_CALLER, process_group)
+    unscaling = scaler_state.NOTHING_TO_UNSCALE
+    if scaler is not None or optimizer is not None:
+        unscaling = scaler_state.begin(scaler, optimizer, grads)
     if isinstance(max_norm, Policy):
         require_policy(max_norm, None, nonfinite, scaler_state.is_scaling(scaler))
     if not grads:
         return torch.tensor(0.0)
-    tensors = tensors_of(grads)
-    require_foreach(tensors, foreach)
-    require_extremes(tensors, norm_type)
-    return _clip(grads, max_norm, norm_type, error_if_nonfinite, nonfinite, unscaling)
+    if foreach:
+        require_foreach(grads)
+    require_norm(grads, norm_type)
+    if error_if_nonfinite and norm_type not in (1.0, 2.0, math.inf):
+        # Under other orders a NaN or Inf element may leave the norm finite, which is not an error.
+        _raise_if_nonfinite(run_stats(grads, norm_type)[0][0], norm_type)
+    elif error_if_nonfinite:
+        nonfinite = "skip"
+    summary, _, _ = clip_gradients(grads, max_norm, norm_type, nonfinite, inv_scale=unscaling.inv_scale)
+    total_norm = summary.as_strided((), ())  # summary[0, 0], at half its cost
+    if error_if_nonfinite:
+        _raise_if_nonfinite(total_norm, norm_type)
+    if unscaling.inv_scale is not None:
+        unscaling.finish(summary)
+    return total_norm
 
 
 @torch.no_grad()
@@ -142,11 +138,12 @@ def clip_grad_value_(parameters: Parameters, clip_value: float, foreach: bool | 
         RuntimeError: a gradient that overlaps itself or part of another.
     """
     clip_value = float(clip_value)
-    grads = gradients(parameters, _TO_CALLER)
+    grads = collect_gradients(parameters, _TO_CALLER)
     if not grads:
         return
-    require_foreach(tensors_of(grads), foreach)
-    clamp_(grads, clip_value)
+    if foreach:
+        require_foreach(grads)
+    run_clamp(grads, clip_value)
 
 
 @torch.no_grad()
@@ -158,7 +155,7 @@ def get_total_norm(
     *,
     process_group: ProcessGroups = None,
 ) -> Tensor:
-    """The norm of all tensors taken as one vector.
+    """Return the norm of all tensors taken as one vector.
 
     Equivalent to :func:`torch.nn.utils.get_total_norm`. The tensors are the gradients themselves.
 
@@ -170,16 +167,17 @@ def get_total_norm(
         process_group: as for :func:`clip_grad_norm_`; a mapping then names tensors.
 
     Returns:
-        A Tensor of shape [] with dtype and device as told for :func:`clip_grad_norm_`.
+        A Tensor of shape [], with dtype and device as for :func:`clip_grad_norm_`.
     """
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     norm_type = float(norm_type)
     grads = shard_gradients(listed, listed, process_group) or listed
     if not grads:
         return torch.tensor(0.0)
-    require_foreach(listed, foreach)
-    require_extremes(listed, norm_type)
-    total_norm = grad_stats(grads, norm_type)[0][0]
+    if foreach:
+        require_foreach(listed)
+    require_norm(listed, norm_type)
+    total_norm = run_stats(grads, norm_type)[0][0]
     if error_if_nonfinite:
         _raise_if_nonfinite(total_norm, norm_type)
     return total_norm
@@ -198,7 +196,7 @@ def clip_grads_with_norm_(
     for a norm that was reduced over processes in between.
 
     Args:
-        parameters: a Tensor or an iterable of Tensors; not the gradients but what holds them in ``.grad``.
+        parameters: a Tensor or an iterable of Tensors: not the gradients, but the parameters that have them.
         max_norm: the limit, >= 0; a Tensor of one element is used without waiting for its device.
         total_norm: the norm, a Tensor of one element on any device, or a DTensor.
         foreach: accepted for compatibility.
@@ -214,8 +212,9 @@ def clip_grads_with_norm_(
         raise ValueError(f"expected total_norm to have one element, but got shape {list(total_norm.shape)}")
     if hasattr(total_norm, "full_tensor"):
         total_norm = total_norm.full_tensor()  # a DTensor, whose local value may be a part of the norm
-    grads = gradients(parameters, _TO_CALLER)
+    grads = collect_gradients(parameters, _TO_CALLER)
     if not grads:
         return
-    require_foreach(tensors_of(grads), foreach)
-    scale_(grads, reference.clip_coefficient(total_norm, max_norm).reshape(1))
+    if foreach:
+        require_foreach(grads)
+    run_scale(grads, reference.clip_coefficient(total_norm, max_norm).reshape(1))

@@ -1,28 +1,34 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From what a caller passes to a list of gradients, and the checks of the other arguments."""
+"""The arguments of the public functions: parameters become gradients and groups, the rest is checked."""
 
 from __future__ import annotations
 
 import math
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from .distributed import GradientList, ProcessGroups, shard_gradients
+from .dispatch import GradientList, tensors_of
+from .distributed import ProcessGroups, shard_gradients
+from .policies import Policy
 
 Parameters = Tensor | Iterable[Tensor]
 NamedParameters = Parameters | Iterable[tuple[str, Tensor]]
+Groups = str | Sequence[Hashable] | Callable[[str], Hashable] | None
+MaxNorm = float | Tensor | Mapping[Hashable, float] | Policy
 
 NONFINITE_MODES = ("propagate", "error", "zero", "skip")
 
 
-def gradients(parameters: Parameters, stacklevel: int, process_group: ProcessGroups = None) -> GradientList:
-    """The gradients that are there. An exhausted generator warns, as in torch: it would clip nothing.
+def collect_gradients(
+    parameters: Parameters, stacklevel: int, process_group: ProcessGroups = None
+) -> GradientList:
+    """Return the gradients that are there; ShardedGradients where other processes hold parts.
 
-    Where other processes hold parts of them, what this one and they have to do together.
+    An exhausted generator warns, as in torch: nothing would be clipped.
 
     Raises:
         TypeError: `parameters` holds something that is not a tensor.
@@ -57,6 +63,7 @@ _HINTS: dict[type, str] = {
 
 
 def _raise_not_a_parameter(parameters: list) -> None:
+    """Raise TypeError for the first item that is not a tensor, with a hint for the usual mistakes."""
     for index, item in enumerate(parameters):
         if not isinstance(item, Tensor):
             hint = next((text for kind, text in _HINTS.items() if isinstance(item, kind)), "")
@@ -65,17 +72,15 @@ def _raise_not_a_parameter(parameters: list) -> None:
             )
 
 
-def tensors_of(grads: GradientList) -> list[Tensor]:
-    """The gradients one by one; of a spread list, whole DTensors, and parameters for gradients elsewhere."""
-    return grads if isinstance(grads, list) else grads.tensors
-
-
-def named_gradients(
+def collect_named_gradients(
     parameters: NamedParameters, process_group: ProcessGroups = None
 ) -> tuple[GradientList, list[str], list[int]]:
-    """The gradients that are there, their names, and the positions of their parameters.
+    """Return the gradients as :func:`collect_gradients`, their names, and the positions of their parameters.
 
-    Parameters given without names are called by their position: "parameters[3]".
+    Parameters without names are named by position: "parameters[3]".
+
+    Raises:
+        TypeError: an item that is neither a tensor nor a (name, tensor) pair.
     """
     items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     pairs: list[tuple[str, Tensor]] = []
@@ -99,10 +104,11 @@ def named_gradients(
 
 
 def require_max_norm(max_norm: float | Tensor, num_groups: int = 1) -> float | Tensor:
-    """A number as a float; a tensor as it is, since reading it would wait for the device.
+    """Return a number as a float, and a tensor as it is, since reading it would wait for the device.
 
     Raises:
-        TypeError: not a number. ValueError: a negative number or NaN; a tensor of the wrong size.
+        TypeError: not a number.
+        ValueError: a negative number or NaN; a tensor of the wrong size.
     """
     if isinstance(max_norm, Tensor):
         if max_norm.numel() not in (1, num_groups):
@@ -128,30 +134,84 @@ def require_nonfinite(nonfinite: str) -> str:
     return nonfinite
 
 
-def require_foreach(grads: list[Tensor], foreach: bool | None) -> None:
-    """Raise RuntimeError where torch would: foreach=True names an implementation the device lacks.
+def require_norm(grads: GradientList, norm_type: float) -> None:
+    """Raise RuntimeError for an empty gradient where the norm is an extreme, which an empty gradient lacks.
 
-    Otherwise `foreach` chooses nothing here: fastclip always works on all gradients at once.
+    The same holds for negative orders, as in torch.
     """
-    if not foreach:
+    if norm_type != math.inf and not norm_type < 0:
         return
-    for device in {grad.device for grad in grads}:
+    for index, grad in enumerate(tensors_of(grads)):
+        if grad.numel() == 0:
+            raise RuntimeError(
+                f"expected no empty gradient for norm_type {norm_type}, which has no value for it, but got "
+                f"gradient {index} with shape {list(grad.shape)}"
+            )
+
+
+def require_foreach(grads: GradientList) -> None:
+    """Raise RuntimeError where torch would for foreach=True: a device without its foreach functions.
+
+    That is all `foreach` does here: fastclip always works on all gradients at once.
+    """
+    for device in {grad.device for grad in tensors_of(grads)}:
         if not torch.utils._foreach_utils._device_has_foreach_support(device):
             raise RuntimeError(
                 f"foreach=True was passed, but can't use the foreach API on {device.type} tensors"
             )
 
 
-def require_extremes(grads: list[Tensor], norm_type: float) -> None:
-    """Raise RuntimeError for an empty gradient under a norm that is an extreme: it has none.
+def require_groups_or_process_group(groups: Groups, process_group: ProcessGroups) -> None:
+    """Raise ValueError for both: the processes of a process group hold other parameters, so other groups."""
+    if groups is not None and process_group is not None:
+        raise ValueError("expected groups or process_group, but got both")
 
-    The same holds for negative orders, as in torch.
+
+def number_groups(
+    groups: Groups, names: list[str], indices: list[int], num_parameters: int
+) -> tuple[list[int], list[Hashable]]:
+    """Return the group number of each gradient, and the labels in the order of the numbers.
+
+    Raises:
+        ValueError: an unknown word, or another number of labels than parameters.
     """
-    if norm_type != math.inf and not norm_type < 0:
-        return
-    for index, grad in enumerate(grads):
-        if grad.numel() == 0:
-            raise RuntimeError(
-                f"expected no empty gradient for norm_type {norm_type}, which has no value for it, but got "
-                f"gradient {index} with shape {list(grad.shape)}"
+    if groups is None:
+        return [], []
+    if isinstance(groups, str):
+        if groups != "tensor":
+            raise ValueError(
+                "expected groups to be 'tensor', a label for each parameter or a function of the name, "
+                f"but got {groups!r}"
             )
+        each: list[Hashable] = list(names)
+    elif callable(groups):
+        each = [groups(name) for name in names]
+    else:
+        if len(groups) != num_parameters:
+            raise ValueError(
+                f"expected groups to label each of the {num_parameters} parameters, "
+                f"but got {len(groups)} labels"
+            )
+        each = [groups[index] for index in indices]
+    if groups == "tensor":
+        return list(range(len(names))), each
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(each))}
+    return [numbers[label] for label in each], list(numbers)
+
+
+def max_norm_of_groups(
+    max_norm: float | Tensor | Mapping[Hashable, float], labels: list[Hashable], groups: Groups
+) -> float | Tensor:
+    """Return the limit as a number, or as a tensor with one limit for each group, [G].
+
+    Raises:
+        TypeError, ValueError: as :func:`require_max_norm`; a mapping without groups, or that lacks a group.
+    """
+    if isinstance(max_norm, Mapping):
+        if groups is None:
+            raise ValueError("expected groups together with a mapping as max_norm, but got none")
+        if missing := [label for label in labels if label not in max_norm]:
+            raise ValueError(f"expected max_norm to hold every group's limit, but got none for {missing}")
+        limits = [require_max_norm(max_norm[label]) for label in labels]
+        return torch.tensor(limits, dtype=torch.float64)
+    return require_max_norm(max_norm, max(1, len(labels)))

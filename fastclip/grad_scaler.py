@@ -12,7 +12,8 @@ from torch import Tensor
 
 from . import scaler_state
 from .backends import reference
-from .distributed import ShardedGradients, grad_stats, scale_, shard_gradients
+from .dispatch import run_scale, run_stats
+from .distributed import ShardedGradients, shard_gradients
 from .gradient_stats import GradStats, nonfinite_per_rank_of
 from .optim import Handle, handle_of
 from .optim.step_inputs import names_in
@@ -103,7 +104,7 @@ class GradScaler(torch.amp.GradScaler):
         grads = shard_gradients(parameters, each) or each
         assert self._scale is not None
         true_inverse = scaler_state.inverse(self._scale)
-        total_norm, stats = grad_stats(grads, 2.0)
+        total_norm, stats = run_stats(grads, 2.0)
         known = names_in(optimizer)
         indices = grads.indices if isinstance(grads, ShardedGradients) else range(len(each))
         names = [known[parameters[i]] for i in indices]
@@ -111,7 +112,7 @@ class GradScaler(torch.amp.GradScaler):
         norm = reference.totals(stats, 2.0)
         summary = (norm * true_inverse.to(norm)).to(total_norm.dtype).unsqueeze(1)
         self._last = GradStats(summary, stats, names, 2.0, (), true_inverse, nonfinite_per_rank_of(grads))
-        scale_(grads, inv_scale)  # 1 touches nothing
+        run_scale(grads, inv_scale)  # 1 touches nothing
         # 0 times an infinite inverse is NaN, though the gradients looked finite.
         found = (stats[:, 1:] > 0).any() | ~true_inverse.isfinite().to(stats.device)
         return found.to(torch.float32)

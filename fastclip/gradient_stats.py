@@ -9,18 +9,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import policies, scaler_state
+from . import scaler_state
 from .backends import reference
-from .collect import NamedParameters, named_gradients, require_extremes, require_nonfinite, tensors_of
-from .distributed import GradientList, ProcessGroups, ShardedGradients
-from .distributed import clip_ as clip_list_
-from .distributed import grad_stats as stats_of_list
-from .groups import Groups, MaxNorm, max_norm_of_groups, number_groups, require_groups_or_process_group
-from .policies import Policy, require_policy
+from .collect import (
+    Groups,
+    MaxNorm,
+    NamedParameters,
+    collect_named_gradients,
+    max_norm_of_groups,
+    number_groups,
+    require_groups_or_process_group,
+    require_nonfinite,
+    require_norm,
+)
+from .dispatch import GradientList, run_clip, run_stats
+from .distributed import ProcessGroups, ShardedGradients
+from .policies import Policy
+from .policies.apply import measure_with_policy, require_policy, scale_by_policy
 
 
 class PerTensor(NamedTuple):
-    """Statistics of each gradient, in the order of the parameters. Tensors of shape [N]."""
+    """Statistics of each gradient, in the order of the parameters; tensors of shape [N]."""
 
     norm: Tensor
     nan_count: Tensor
@@ -28,7 +37,7 @@ class PerTensor(NamedTuple):
 
 
 class TensorStats(NamedTuple):
-    """One gradient, told in Python numbers."""
+    """Statistics of one gradient, as Python numbers."""
 
     name: str
     norm: float
@@ -37,7 +46,7 @@ class TensorStats(NamedTuple):
 
 
 class GradStats:
-    """What one pass over the gradients found. All attributes that are Tensors stay on the device.
+    """The statistics that one pass over the gradients found. Attributes that are Tensors stay on the device.
 
     Attributes:
         names: the name of each gradient's parameter; "parameters[3]" where none was given.
@@ -45,11 +54,11 @@ class GradStats:
         labels: the label of each group, in the order of the groups; empty without groups.
         total_norm: the norm before clipping, [] or, with groups, [G]; float32, or float64 if any gradient is.
         clip_coef: min(1, max_norm / (total_norm + 1e-6)), shaped like total_norm; 1 where nothing is clipped.
-            Under "skip" and "error" it was not applied if found_inf is 1. None if only statistics were asked.
-            A policy with one limit a gradient gives [N]; one that leaves the step out makes it NaN.
-        found_inf: 1.0 if a NaN or Inf was found, or the norm or the coefficient is not a number >= 0, as it
-            is where a policy leaves the step out; else 0.0. [], float32.
-        nan_count, inf_count: elements that are NaN or Inf, over all gradients. [], int64.
+            Under "skip" and "error" it was not applied if found_inf is 1. None where only statistics were
+            requested. A policy with one limit for each gradient gives [N]; one that skips the step gives NaN.
+        found_inf: 1.0 if a NaN or Inf was found, or the norm or clip coefficient is not a finite number >= 0,
+            as where a policy skips the step; else 0.0. [], float32.
+        nan_count, inf_count: the number of elements that are NaN or Inf, over all gradients; [], int64.
         per_tensor: :class:`PerTensor`, the same for each gradient.
     """
 
@@ -114,17 +123,17 @@ class GradStats:
 
     @property
     def nonfinite_ranks(self) -> list[int]:
-        """The processes that saw NaN or Inf in what they hold of the gradients. Waits for the device.
+        """The ranks that saw NaN or Inf in their part of the gradients. Waits for the device.
 
-        Empty where no gradients are sharded and no process group was given: then each process only knows
-        about itself.
+        Empty where no gradients are sharded and no process group was given: then a process knows only about
+        itself.
         """
         if self._nonfinite_per_rank is None:
             return []
         return [rank for rank, count in enumerate(self._nonfinite_per_rank.tolist()) if count > 0]
 
     def worst(self, k: int = 5) -> list[TensorStats]:
-        """The k gradients with the most non-finite elements and, among equals, the largest norms.
+        """Return the k gradients with the most non-finite elements and, among equals, the largest norms.
 
         Waits for the device.
         """
@@ -147,7 +156,7 @@ class GradStats:
 
 
 def describe_nonfinite(stats: GradStats) -> str:
-    """The sentence that names the gradients with NaN or Inf, the worst first."""
+    """Return the sentence that names the gradients with NaN or Inf, the worst first."""
     bad = [t for t in stats.worst(len(stats.names)) if t.nan_count + t.inf_count > 0]
     if not bad and stats.nonfinite_ranks:
         return f"gradients on rank {', '.join(map(str, stats.nonfinite_ranks))} hold NaN or Inf"
@@ -159,7 +168,7 @@ def describe_nonfinite(stats: GradStats) -> str:
     return f"{len(bad)} of {len(stats.names)} gradients hold NaN or Inf: {shown}{more}{ranks}"
 
 
-def clip_and_check(
+def clip_gradients(
     grads: GradientList,
     max_norm: float | Tensor | Policy,
     norm_type: float,
@@ -168,9 +177,13 @@ def clip_and_check(
     names: Sequence[str] = (),
     inv_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Clip with the mode "error" too, which waits for the device, and with a policy.
+    """Clip as :func:`fastclip.dispatch.run_clip`, also with a policy and in the mode "error".
 
-    Returns the summary and the statistics and, of a policy with one limit a gradient, the coefficients, [N].
+    The mode "error" waits for the device.
+
+    Returns:
+        The summary, the statistics and, from a policy with one limit for each gradient, the coefficients,
+        [N].
 
     Raises:
         RuntimeError: "error" and a non-finite gradient. No gradient was changed.
@@ -178,23 +191,21 @@ def clip_and_check(
     mode = "skip" if nonfinite == "error" else nonfinite
     clip_coef = None
     if isinstance(max_norm, Policy):
-        limited = policies.measure(grads, max_norm, norm_type, mode, groups, inv_scale)
-        policies.scale_(grads, limited, mode, groups, inv_scale)
-        summary, stats, clip_coef = limited.summary, limited.stats, limited.clip_coef
+        result = measure_with_policy(grads, max_norm, norm_type, mode, groups, inv_scale)
+        scale_by_policy(grads, result, mode, groups, inv_scale)
+        summary, stats, clip_coef = result.summary, result.stats, result.clip_coef
     else:
-        summary, stats = clip_list_(grads, max_norm, norm_type, mode, groups, inv_scale)
+        summary, stats = run_clip(grads, max_norm, norm_type, mode, groups, inv_scale)
     if nonfinite == "error" and bool((summary[:, 2] > 0).any()):
         names = names or [f"gradient {i}" for i in range(len(stats))]
-        nonfinite_per_rank = nonfinite_per_rank_of(grads)
-        found = describe_nonfinite(
-            GradStats(summary, stats, names, norm_type, nonfinite_per_rank=nonfinite_per_rank)
-        )
-        raise RuntimeError(f"{found}. No gradient was changed (nonfinite='error').")
+        per_rank = nonfinite_per_rank_of(grads)
+        found = GradStats(summary, stats, names, norm_type, nonfinite_per_rank=per_rank)
+        raise RuntimeError(f"{describe_nonfinite(found)}. No gradient was changed (nonfinite='error').")
     return summary, stats, clip_coef
 
 
 def nonfinite_per_rank_of(grads: GradientList) -> Tensor | None:
-    """[world size]: how many NaN and Inf each process saw in the last pass; None for a list that is here."""
+    """Return the non-finite counts of each process in the last pass, [world size]; None without shards."""
     return grads.nonfinite_per_rank if isinstance(grads, ShardedGradients) else None
 
 
@@ -210,18 +221,18 @@ def clip_(
     optimizer: torch.optim.Optimizer | None = None,
     process_group: ProcessGroups = None,
 ) -> GradStats:
-    """Clip as :func:`fastclip.clip_grad_norm_` does and return all that the pass found.
+    """Clip as :func:`fastclip.clip_grad_norm_` does and return all statistics of the pass.
 
     Nothing waits for the device, unless `nonfinite` is "error".
 
     Args:
-        parameters: Tensors, or (name, Tensor) pairs such as ``model.named_parameters()``. The names tell
-            which parameter a number belongs to.
+        parameters: Tensors, or (name, Tensor) pairs such as ``model.named_parameters()``. The names identify
+            the parameters in the statistics and in errors.
         max_norm: the limit, >= 0. With `groups` also a Tensor of shape [G], or a mapping from label to limit.
             Or one of fastclip.policies, which gives each group, or each gradient, its own.
         norm_type: the order p of the norm; ``inf`` for the largest element.
         nonfinite: "propagate", "error", "zero" or "skip", as for :func:`fastclip.clip_grad_norm_`. "skip"
-            leaves all groups as they are if one is bad.
+            leaves all groups unchanged if one of them is not finite.
         groups: one norm and one coefficient for each group, all in the same pass: a label for each parameter,
             a function from name to label, or "tensor" for a group of each gradient.
         scaler, optimizer: as for :func:`fastclip.clip_grad_norm_`. The statistics are of unscaled gradients.
@@ -234,7 +245,7 @@ def clip_(
     require_nonfinite(nonfinite)
     items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     require_groups_or_process_group(groups, process_group)
-    grads, names, indices = named_gradients(items, process_group)
+    grads, names, indices = collect_named_gradients(items, process_group)
     numbers, labels = number_groups(groups, names, indices, len(items))
     unscaling = scaler_state.begin(scaler, optimizer, grads)
     if isinstance(max_norm, Policy):
@@ -243,9 +254,9 @@ def clip_(
         max_norm = max_norm_of_groups(max_norm, labels, groups)
     if not grads:
         return GradStats(torch.tensor([[0.0, 1.0, 0.0]]), torch.zeros(0, 3), [], norm_type)
-    require_extremes(tensors_of(grads), norm_type)
+    require_norm(grads, norm_type)
     inv_scale = unscaling.inv_scale
-    summary, stats, clip_coef = clip_and_check(
+    summary, stats, clip_coef = clip_gradients(
         grads, max_norm, norm_type, nonfinite, numbers, names, inv_scale
     )
     unscaling.finish(summary)
@@ -262,7 +273,7 @@ def grad_stats(
     groups: Groups = None,
     process_group: ProcessGroups = None,
 ) -> GradStats:
-    """Norms and NaN and Inf counts of all gradients in one pass that changes nothing.
+    """Return norms and NaN and Inf counts of all gradients, from one pass that changes nothing.
 
     Args:
         parameters, norm_type, groups, process_group: as for :func:`clip_`.
@@ -273,12 +284,12 @@ def grad_stats(
     norm_type = float(norm_type)
     items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     require_groups_or_process_group(groups, process_group)
-    grads, names, indices = named_gradients(items, process_group)
+    grads, names, indices = collect_named_gradients(items, process_group)
     numbers, labels = number_groups(groups, names, indices, len(items))
     if not grads:
         return GradStats(torch.zeros(1, 1), torch.zeros(0, 3), [], norm_type)
-    require_extremes(tensors_of(grads), norm_type)
-    total_norm, stats = stats_of_list(grads, norm_type, groups=numbers)
+    require_norm(grads, norm_type)
+    total_norm, stats = run_stats(grads, norm_type, groups=numbers)
     return GradStats(
         total_norm.unsqueeze(1),
         stats,

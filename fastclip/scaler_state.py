@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from .distributed import GradientList
+from .dispatch import GradientList
 
 # The key under which a clip notes itself in the scaler's record of an optimizer.
 _CLIPPED = "clipped_by_fastclip"
@@ -44,7 +44,7 @@ class Unscaling:
         self._record[_CLIPPED] = True
 
 
-_NOTHING_TO_UNSCALE = Unscaling()
+NOTHING_TO_UNSCALE = Unscaling()
 
 
 def require_scaler(scaler: GradScaler | None) -> None:
@@ -116,7 +116,7 @@ def begin(
         RuntimeError: called twice for one step, or after scaler.step().
     """
     if scaler is None and optimizer is None:
-        return _NOTHING_TO_UNSCALE
+        return NOTHING_TO_UNSCALE
     require_scaler(scaler)
     if (scaler is None) != (optimizer is None):
         got = "optimizer" if scaler is None else "scaler"
@@ -124,7 +124,7 @@ def begin(
             f"expected scaler and optimizer together, as scaler.step(optimizer), but got only {got}"
         )
     if scaler is None or optimizer is None or not scaler.is_enabled() or not grads:
-        return _NOTHING_TO_UNSCALE
+        return NOTHING_TO_UNSCALE
     scale, _ = scaler._check_scale_growth_tracker("clip_grad_norm_")
     record = scaler._per_optimizer_states[id(optimizer)]
     if record["stage"] is OptState.STEPPED:
@@ -139,7 +139,7 @@ def begin(
             "scaler.step(optimizer), and call scaler.update() after it"
         )
     if record["stage"] is OptState.UNSCALED:
-        return _NOTHING_TO_UNSCALE  # the user has called unscale_
+        return NOTHING_TO_UNSCALE  # the user has called unscale_
     here = grads if isinstance(grads, list) else grads.gradients
     _require_same_parameters(optimizer, here)
     require_unscalable(here)

@@ -112,9 +112,10 @@ def select(device: torch.device, norm_type: float = 2.0) -> ModuleType:
     """
     if norm_type not in native.NORM_TYPES:
         return reference
+    name = _named or _environment
     if torch.compiler.is_compiling():
-        return _choose(name_in_use(), device)
-    key = (name_in_use(), device)
+        return _choose(name, device)
+    key = (name, device)
     if key not in _chosen:
         _chosen[key] = _choose(*key)
     return _chosen[key]

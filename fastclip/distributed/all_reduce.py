@@ -12,15 +12,15 @@ from torch import Tensor
 
 Group = Any  # torch.distributed.ProcessGroup, which is absent where torch was built without it
 
-_met: set[str] = set()  # names of the groups whose processes have once agreed on a list
+_agreed: set[str] = set()  # names of the groups whose processes have once compared their lists
 _HEADER = 3
 
 
 def all_reduce(numbers: Tensor, group: Group, op: Any = None) -> Tensor:
-    """The sum (or what `op` says) over the group, where `numbers` lie, which may be overwritten.
+    """Return the sum over the group, or what `op` says, on the device of `numbers`, which may be overwritten.
 
-    Those of a device that the group does not serve, such as of gradients offloaded to the CPU, go to one that
-    it serves and come back.
+    Numbers on a device that the group does not serve, such as those of gradients offloaded to the CPU, go to
+    one that it serves and come back.
     """
     devices = [device.type for device in group._device_types]
     served = numbers.device.type in devices
@@ -32,20 +32,24 @@ def all_reduce(numbers: Tensor, group: Group, op: Any = None) -> Tensor:
 def sum_statistics(
     stats: Tensor, nonfinite_per_rank: Tensor, norm_type: float, group: Group, signature: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Statistics, [R, 3], and nonfinite_per_rank, [world size], of all processes of the group together.
+    """Return statistics, [R, 3], and non-finite counts, [world size], summed over the processes of the group.
 
-    One all_reduce; two for an extreme, whose first column is no sum.
+    It takes one all_reduce; two for an extreme, whose first column is not a sum.
 
     Args:
-        signature: of the list that the rows stand for, which must be the same one on every process.
+        stats: the statistics of this process, [R, 3].
+        nonfinite_per_rank: the non-finite counts so far, [world size].
+        norm_type: the order p of the norm.
+        group: the processes.
+        signature: a hash of the list that the rows stand for, which must be the same on every process.
 
     Raises:
-        RuntimeError: on every process, if the lists differ. Where the device would have to be waited for,
+        RuntimeError: the lists differ; raised on every process. Where the device would have to be waited for,
             only the first call of a group raises; a later one makes all statistics NaN.
     """
-    if signature is not None and group.group_name not in _met:
+    if signature is not None and group.group_name not in _agreed:
         _require_same(all_reduce(_header(signature, stats), group), group)
-        _met.add(group.group_name)
+        _agreed.add(group.group_name)
     header = _header(signature or 0, stats)
     if not math.isinf(norm_type):
         header, flat, nonfinite_per_rank = _sum(header, stats.reshape(-1), nonfinite_per_rank, group)
@@ -68,10 +72,10 @@ def sum_statistics(
 def _sum(
     header: Tensor, numbers: Tensor, nonfinite_per_rank: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All three summed in one collective.
+    """Sum all three in one collective.
 
-    It is padded to a power of two: where the lists of the processes differ, the library below must get as
-    much from each, or it aborts the process before anybody can say why.
+    It is padded to a power of two: where the lists of the processes differ, the collective library must still
+    get equal sizes, or it aborts the process before the reason can be reported.
     """
     used = _HEADER + len(numbers) + len(nonfinite_per_rank)
     padding = numbers.new_zeros(_padded(used) - used)
@@ -81,7 +85,7 @@ def _sum(
 
 
 def _extreme(column: Tensor, largest: bool, group: Group) -> Tensor:
-    """The largest or smallest of each row. What a library makes of NaN differs; the counts tell of them."""
+    """Return the extreme of each row. Collective libraries differ on NaN, so only finite numbers are sent."""
     neutral = 0.0 if largest else math.inf
     finite = torch.where(column.isfinite(), column, neutral)
     finite = torch.nn.functional.pad(finite, (0, _padded(len(column)) - len(column)))
@@ -90,11 +94,15 @@ def _extreme(column: Tensor, largest: bool, group: Group) -> Tensor:
 
 
 def _padded(count: int) -> int:
+    """Return the next power of two."""
     return 1 << (count - 1).bit_length() if count > 0 else 0
 
 
 def _header(signature: int, like: Tensor) -> Tensor:
-    """Count, sum and sum of squares of the signatures, once they are summed up; exact, for they are small."""
+    """Return 1, the signature and its square, whose sums show whether all signatures are the same.
+
+    The sums are exact, since only a few bits of the signature enter.
+    """
     low = float(signature & (0xFFFF if like.dtype is torch.float64 else 0x3F))
     header = like.new_ones(_HEADER)
     header[1] = low  # filled in on the device, which is not waited for
@@ -103,11 +111,12 @@ def _header(signature: int, like: Tensor) -> Tensor:
 
 
 def _are_same(header: Tensor) -> Tensor:
-    """Whether the signatures have no variance."""
+    """Return whether the signatures have no variance, [], bool."""
     return header[0] * header[2] == header[1] * header[1]
 
 
 def _require_same(header: Tensor, group: Group) -> None:
+    """Raise RuntimeError if the processes passed different lists."""
     if not bool(_are_same(header)):
         raise RuntimeError(
             f"expected the same sharded parameters on each of the {group.size()} processes that share them, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a DTensor lies on its mesh, and the part of it that is here."""
+"""The placement of a DTensor on its mesh, and its local part."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Layout:
     """The processes that hold a DTensor together.
 
     Attributes:
-        groups: those over which its statistics are summed: one for each mesh dimension that it is sharded on.
-            Replicas count once.
-        is_partial: whether its values are sums over processes that have not been made yet.
+        groups: the groups over which its statistics are summed: one for each mesh dimension that it is
+            sharded on. Replicas count once.
+        is_partial: whether its values are partial sums that are not reduced yet.
     """
 
     groups: tuple[Group, ...] = ()
@@ -33,21 +33,24 @@ PLAIN = Layout()
 
 
 def dtensor_class() -> Any:
-    """torch.distributed.tensor.DTensor, if processes talk to one another and somebody has imported it."""
+    """Return the class DTensor if torch.distributed is in use and the class was imported, else None."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-# Of the specs of DTensors, by identity, which each entry keeps alive. A spec outlives many steps, and looking
-# at its mesh and placements takes longer than all else that is done to a gradient.
+# Layouts by the identity of a DTensor's spec, which each entry keeps alive. A spec outlives many steps, and
+# looking at its mesh and placements takes longer than all else that is done to a gradient.
 _known: dict[int, tuple[Any, Layout]] = {}
 _layouts: dict[tuple, Layout] = {}
 _MOST_KNOWN = 1 << 16
 
 
 def layout_of(spec: Any) -> Layout:
-    """Of a DTensor's spec; one object a layout. Placements other than Replicate and Partial are shards."""
+    """Return the layout of a DTensor's spec, one object for each layout.
+
+    Placements other than Replicate and Partial count as shards.
+    """
     if (found := _known.get(id(spec))) is not None:
         return found[1]
     if len(_known) >= _MOST_KNOWN:
@@ -62,9 +65,9 @@ def layout_of(spec: Any) -> Layout:
 
 
 def local_parts(tensors: Sequence[Any]) -> list[Tensor]:
-    """What of each DTensor is on this process: the memory itself, not a copy, and not a part of any graph.
+    """Return the local part of each DTensor: the memory itself, not a copy, and not part of any graph.
 
-    As to_local() gives it without autograd, at a tenth of the cost.
+    The result is that of to_local() without autograd, at a tenth of the cost.
     """
     parts = [tensor._local_tensor for tensor in tensors]
     # The result of a collective may still be on its way.
@@ -72,7 +75,7 @@ def local_parts(tensors: Sequence[Any]) -> list[Tensor]:
 
 
 def summed_part(tensor: Any) -> Tensor:
-    """A copy of the local part in which sums that had not been made yet are made."""
+    """Return a copy of the local part in which partial sums are reduced."""
     from torch.distributed.tensor import Replicate
 
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
@@ -81,13 +84,13 @@ def summed_part(tensor: Any) -> Tensor:
 
 
 def require_no_flat_shards(parameters: Sequence[Tensor]) -> None:
-    """Raise RuntimeError for parameters of FSDP1, whose plain tensors do not tell that they are shards."""
+    """Raise RuntimeError for parameters of FSDP1: plain tensors that do not show that they are shards."""
     if "torch.distributed.fsdp._flat_param" not in sys.modules:
         return
     if any(getattr(p, "_fsdp_flattened", False) for p in parameters):
         raise RuntimeError(
-            "expected parameters that know how they are sharded, but got flat shards of "
-            "FullyShardedDataParallel (FSDP1), whose norm would be that of this process alone. Pass "
+            "expected parameters that carry their sharding, but got flat shards of FullyShardedDataParallel "
+            "(FSDP1): their norm would be that of this process alone. Pass "
             "process_group=model.process_group, call model.clip_grad_norm_, or move to fully_shard (FSDP2). "
             "Nothing was changed"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a caller may pass as `process_group`: processes that hold other parameters of the model."""
+"""The argument `process_group`: processes that hold other parameters of the model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .all_reduce import Group
 ProcessGroups = Group | Sequence[Group] | Mapping[Group, Iterable[Tensor]] | None
 
 
-def buckets_of(process_group: ProcessGroups, holders: list[Tensor]) -> tuple[list[Group], list[int]]:
-    """The further groups, and for each row a number whose bit k says that group k adds it up."""
+def buckets_of(process_group: ProcessGroups, parameters: list[Tensor]) -> tuple[list[Group], list[int]]:
+    """Return the further groups, and for each row a number whose bit k says that group k sums it."""
     if process_group is None:
         return [], []
     if isinstance(process_group, Mapping):
         members = [{id(parameter) for parameter in own} for own in process_group.values()]
-        each = [sum((id(h) in own) << k for k, own in enumerate(members)) for h in holders]
+        each = [sum((id(p) in own) << k for k, own in enumerate(members)) for p in parameters]
         return list(process_group), each
     groups = list(process_group) if isinstance(process_group, Sequence) else [process_group]
-    return groups, [2 ** len(groups) - 1] * len(holders)
+    return groups, [2 ** len(groups) - 1] * len(parameters)
 
 
 def require_process_group(process_group: ProcessGroups) -> ProcessGroups:
-    """The same, to be used many times: iterables of parameters as lists.
+    """Return the argument with iterables of parameters as lists, so that it can be used many times.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
@@ -35,7 +35,9 @@ def require_process_group(process_group: ProcessGroups) -> ProcessGroups:
     if process_group is None:
         return None
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("expected torch.distributed to be initialized, as process_group was given")
+        raise RuntimeError(
+            "expected torch.distributed to be initialized where process_group is given, but it is not"
+        )
     known = process_group
     if isinstance(process_group, Mapping):
         known = {group: list(parameters) for group, parameters in process_group.items()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients of which each process holds a part.
 
-Each is measured where it lies: its local part is read once, and the statistics are summed over the processes.
-Gradients never travel, only a few numbers for each do.
+Each process reads its local parts once, and the statistics are summed over the processes. Gradients never
+travel; only a few numbers for each do.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import dispatch
 from ..backends import reference
+from ..dispatch import Measurement, run_clamp, run_scale, run_stats
 from .all_reduce import Group, sum_statistics
 from .placement import (
     PLAIN,
@@ -32,30 +32,40 @@ from .process_groups import ProcessGroups, buckets_of, require_process_group
 
 @dataclass(slots=True)
 class _Segment:
-    """Rows of one layout, in the order of the parameters."""
+    """The rows of one layout, in the order of the parameters.
 
-    indices: list[int]  # of the parameters
-    holders: list[Tensor]  # the parameters; where only gradients are known, those
+    Attributes:
+        indices: the position of each row's parameter in the caller's list.
+        parameters: the parameters; the gradients themselves where only those are known.
+        grads: the gradient of each, None where this process has none.
+        locals: the local part of each gradient that is here.
+        shapes: the shape of each whole gradient; empty for plain tensors.
+    """
+
+    indices: list[int]
+    parameters: list[Tensor]
     grads: list[Tensor | None]
-    locals: list[Tensor]  # the parts of the gradients that are here
-    shapes: list[tuple]  # of the wholes
+    locals: list[Tensor]
+    shapes: list[tuple]
 
     @property
     def gradients(self) -> list[Tensor]:
+        """The gradients that are here."""
         return [grad for grad in self.grads if grad is not None]
 
 
 class ShardedGradients:
-    """A list of gradients of which this process holds parts, in the place of a list of tensors.
+    """A list of gradients of which this process holds parts: a composite list for :mod:`fastclip.dispatch`.
 
-    Rows stand by layout, within one in the order of the parameters. A DTensor parameter has a row also where
+    Rows are ordered by layout and, within a layout, by parameter. A DTensor parameter has a row even where
     its gradient is None, since another process may have it.
 
     Attributes:
-        indices: for each row the position of its parameter.
-        nonfinite_per_rank: after a pass, [world size]: how many NaN and Inf each process saw in its part.
-        totals: after a pass, statistics of all that counts, [any, 3], and the order under which they give the
-            norm. With process groups they are not those of the rows.
+        indices: the position of each row's parameter.
+        nonfinite_per_rank: after a pass, the number of NaN and Inf that each process saw in its part,
+            [world size].
+        totals: after a pass, the statistics that the norm is computed from, [any, 3], and the order under
+            which they give it. With process groups they are not those of the rows.
     """
 
     def __init__(self, segments: dict[Layout, _Segment], process_group: ProcessGroups) -> None:
@@ -63,7 +73,7 @@ class ShardedGradients:
         self.totals: tuple[Tensor, float] | None = None
         self._segments = list(segments.items())
         self.indices = [index for part in segments.values() for index in part.indices]
-        self._holders = [holder for part in segments.values() for holder in part.holders]
+        self._parameters = [parameter for part in segments.values() for parameter in part.parameters]
         self._grads = [grad for part in segments.values() for grad in part.grads]
         self._present = [row for row, grad in enumerate(self._grads) if grad is not None]
         self._write = [local for part in segments.values() for local in part.locals]
@@ -75,145 +85,118 @@ class ShardedGradients:
                 for layout, part in segments.items()
                 for grad, local in zip(part.gradients, part.locals, strict=True)
             ]
-        self._process_groups, self._buckets = buckets_of(process_group, self._holders)
+        self._process_groups, self._buckets = buckets_of(process_group, self._parameters)
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Those that are here, DTensors as wholes."""
+        """The gradients that are here; DTensors as wholes."""
         return [grad for grad in self._grads if grad is not None]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """For each row the gradient, or where it is not here, what would hold it."""
-        return [h if g is None else g for h, g in zip(self._holders, self._grads, strict=True)]
+        """The gradient of each row, or its parameter where the gradient is not here."""
+        return [p if g is None else g for p, g in zip(self._parameters, self._grads, strict=True)]
 
     @property
     def _device(self) -> torch.device:
-        """Of the statistics: that of the first gradient here, else of the first parameter."""
+        """The device of the statistics: the first gradient's here, else the first parameter's."""
         if self._write:
             return self._write[0].device
-        if not self._holders:
+        if not self._parameters:
             return torch.device("cpu")
-        first = self._holders[:1]
+        first = self._parameters[:1]
         return (first if self._segments[0][0] is PLAIN else local_parts(first))[0].device
 
-    # The operations of a list.
-
-    def grad_stats(
-        self, norm_type: float, finite_only: bool = False, groups: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """See :func:`fastclip.dispatch.grad_stats`; the same on every process."""
-        stats, totals, over, dtype = self._measure(norm_type, finite_only)
-        return reference.totals(totals, over, groups).to(dtype), stats
-
-    def clip_(
-        self,
-        max_norm: float | Tensor,
-        norm_type: float,
-        nonfinite: str,
-        groups: Sequence[int] = (),
-        inv_scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See :func:`fastclip.dispatch.clip_`; the same on every process."""
-        zero = nonfinite == "zero"
-        stats, totals, over, dtype = self._measure(norm_type, zero)
-        summary = reference.summarize(totals, over, max_norm, groups, inv_scale, dtype)
-        self._scale(reference.factors(summary, nonfinite, groups, inv_scale), zero)
-        return summary, stats
-
-    def scale_(self, scale: Tensor, zero_nonfinite: bool = False) -> None:
-        """Multiply what is here by one factor, or by one for each row."""
-        self._scale(scale, zero_nonfinite)
-
-    def clamp_(self, limit: float) -> None:
-        """Limit the elements that are here."""
-        if self._is_partial:
-            raise NotImplementedError(
-                "expected gradients without Partial placements to clip by value: their elements are sums "
-                "that have not been made yet"
+    def measure(self, norm_type: float, finite_only: bool) -> Measurement:
+        """Read the local parts once and sum their statistics over the processes; equal on every process."""
+        if finite_only and self._is_partial:
+            raise ValueError(
+                "expected nonfinite='propagate', 'error' or 'skip' for gradients with Partial placements, "
+                "but got 'zero'. Partial gradients are not reduced yet; redistribute them first"
             )
-        if self._write:
-            dispatch.clamp_(self._write, limit)
-            self._mark_as_written()
+        stats, dtype = self._local_statistics(norm_type, finite_only)
+        per_rank = stats.new_zeros(dist.get_world_size())
+        per_rank[dist.get_rank()] = stats[:, 1:].sum()
+        for group, pieces in self._reductions():
+            shapes = tuple(shape for part, _, _ in pieces for shape in part.shapes)
+            rows = torch.cat([stats[begin:end] for _, begin, end in pieces])
+            rows, per_rank = sum_statistics(rows, per_rank, norm_type, group, hash((shapes, norm_type)))
+            sizes = [end - begin for _, begin, end in pieces]
+            for (_, begin, end), piece in zip(pieces, rows.split(sizes), strict=True):
+                stats[begin:end] = piece
+        totals, order = stats, norm_type
+        if self._process_groups:
+            totals, order, per_rank = self._sum_over_process_groups(stats, per_rank, norm_type)
+        self.nonfinite_per_rank, self.totals = per_rank, (totals, order)
+        return Measurement(stats, totals, order, dtype)
 
-    def _scale(self, factors: Tensor, zero_nonfinite: bool) -> None:
+    def scale(self, factors: Tensor, zero_nonfinite: bool) -> None:
+        """Multiply the local parts by one factor, [1], or by one for each row, [N]."""
         if not self._write or (
             factors.device.type == "cpu" and bool((factors == 1).all()) and not zero_nonfinite
         ):
             return
-        if factors.numel() > 1 and len(self._write) < len(self._holders):
+        if factors.numel() > 1 and len(self._write) < len(self._parameters):
             factors = factors[_index(self._present, factors.device)]
-        dispatch.scale_(self._write, factors, zero_nonfinite)
+        run_scale(self._write, factors, zero_nonfinite)
         self._mark_as_written()
 
+    def clamp(self, limit: float) -> None:
+        """Limit the elements of the local parts."""
+        if self._is_partial:
+            raise NotImplementedError(
+                "expected gradients without Partial placements to clip by value. Partial gradients are not "
+                "reduced yet; redistribute them first"
+            )
+        if self._write:
+            run_clamp(self._write, limit)
+            self._mark_as_written()
+
     def _mark_as_written(self) -> None:
-        """The version of a DTensor is its own; the pass has told that of its local part."""
+        """Bump the versions of the DTensors: the pass bumps only those of their local parts."""
         whole = [grad for layout, part in self._segments if layout is not PLAIN for grad in part.gradients]
         torch.autograd.graph.increment_version(whole)
 
-    # The pass.
+    def _local_statistics(self, norm_type: float, finite_only: bool) -> tuple[Tensor, torch.dtype]:
+        """Return the statistics of the local parts, [rows, 3], and the dtype of a norm.
 
-    def _measure(self, norm_type: float, finite_only: bool) -> tuple[Tensor, Tensor, float, torch.dtype]:
-        """Statistics of the rows; those the norm comes from, the order under which it does, and its dtype."""
-        if finite_only and self._is_partial:
-            raise ValueError(
-                "expected nonfinite='propagate', 'error' or 'skip' for gradients with Partial placements, "
-                "but got 'zero': their elements are sums that have not been made yet"
-            )
-        stats, dtype = self._statistics_here(norm_type, finite_only)
-        nonfinite_per_rank = stats.new_zeros(dist.get_world_size())
-        nonfinite_per_rank[dist.get_rank()] = stats[:, 1:].sum()
-        for group, pieces in self._steps():
-            shapes = tuple(shape for part, _, _ in pieces for shape in part.shapes)
-            sizes = [end - begin for _, begin, end in pieces]
-            part = torch.cat([stats[begin:end] for _, begin, end in pieces])
-            part, nonfinite_per_rank = sum_statistics(
-                part, nonfinite_per_rank, norm_type, group, hash((shapes, norm_type))
-            )
-            for (_, begin, end), piece in zip(pieces, part.split(sizes), strict=True):
-                stats[begin:end] = piece
-        totals, over = stats, norm_type
-        if self._process_groups:
-            totals, over, nonfinite_per_rank = self._add_process_groups(stats, nonfinite_per_rank, norm_type)
-        self.nonfinite_per_rank, self.totals = nonfinite_per_rank, (totals, over)
-        return stats, totals, over, dtype
-
-    def _statistics_here(self, norm_type: float, finite_only: bool) -> tuple[Tensor, torch.dtype]:
-        """[rows, 3] of the local parts, and the dtype of a norm. What is not here adds nothing."""
+        A row whose gradient is not here adds nothing to the sums.
+        """
         if self._read:
-            total_norm, found = dispatch.grad_stats(self._read, norm_type, finite_only)
-            if len(self._read) == len(self._holders):
+            total_norm, found = run_stats(self._read, norm_type, finite_only)
+            if len(self._read) == len(self._parameters):
                 return found, total_norm.dtype
-        stats = torch.zeros(len(self._holders), 3, dtype=reference.accumulation_dtype(self._device))
+        stats = torch.zeros(len(self._parameters), 3, dtype=reference.accumulation_dtype(self._device))
         if norm_type == -torch.inf:
             stats[:, 0] = torch.inf
         stats = stats.to(self._device)
         if self._read:
             stats[_index(self._present, stats.device)] = found
-        return stats, reference.result_dtype(self._holders)
+        return stats, reference.result_dtype(self._parameters)
 
-    def _steps(self) -> list[tuple[Group, list[tuple[_Segment, int, int]]]]:
-        """The groups to sum over, in the order in which all their processes meet them; each with its segments
-        and where their rows begin and end.
+    def _reductions(self) -> list[tuple[Group, list[tuple[_Segment, int, int]]]]:
+        """Return the groups to sum over, each with its segments and where their rows begin and end.
 
-        A row that is sharded on two dimensions is summed over the first and then, complete there, over the
-        second. One collective serves all layouts of a group.
+        The order is the one in which all processes of a group meet it. A row that is sharded on two
+        dimensions is summed over the first and then, complete there, over the second. One collective serves
+        all layouts of a group.
         """
-        steps: dict[Group, list[tuple[_Segment, int, int]]] = {}
+        reductions: dict[Group, list[tuple[_Segment, int, int]]] = {}
         begin = 0
         for layout, part in self._segments:
             end = begin + len(part.indices)
             for group in layout.groups:
-                steps.setdefault(group, []).append((part, begin, end))
+                reductions.setdefault(group, []).append((part, begin, end))
             begin = end
-        return list(steps.items())
+        return list(reductions.items())
 
-    def _add_process_groups(
-        self, stats: Tensor, nonfinite_per_rank: Tensor, norm_type: float
+    def _sum_over_process_groups(
+        self, stats: Tensor, per_rank: Tensor, norm_type: float
     ) -> tuple[Tensor, float, Tensor]:
-        """Sums of the rows by bucket, [2 ** number of groups, 3], each added over the groups in its name.
+        """Return sums of the rows by bucket, [2 ** number of groups, 3], added over the groups of the bucket.
 
-        The lists of the processes may differ; these numbers are as many on each.
+        The lists of the processes may differ; these numbers are as many on each. Also return the order under
+        which they give the norm, and the non-finite counts of each process.
         """
         if norm_type == 0:  # torch counts the gradients that are not all zero; their counts add up
             stats = torch.cat([(stats[:, :1] != 0).to(stats.dtype), stats[:, 1:]], 1)
@@ -229,26 +212,29 @@ class ShardedGradients:
         table = table.reshape([2] * count + [3])
         for number, group in enumerate(self._process_groups):
             part = table.select(count - 1 - number, 1)  # the buckets with this bit
-            flat, nonfinite_per_rank = sum_statistics(
-                part.reshape(-1, 3), nonfinite_per_rank, norm_type, group
-            )
+            flat, per_rank = sum_statistics(part.reshape(-1, 3), per_rank, norm_type, group)
             part.copy_(flat.reshape(part.shape))
-        return table.reshape(-1, 3), norm_type, nonfinite_per_rank
+        return table.reshape(-1, 3), norm_type, per_rank
 
 
 def shard_gradients(
     parameters: Sequence[Tensor], grads: Sequence[Tensor | None], process_group: ProcessGroups = None
 ) -> ShardedGradients | None:
-    """The list as one that is spread over processes, or None if all of it is here.
+    """Return the list as ShardedGradients, or None if this process holds all of it.
 
-    `grads` are those of the parameters, one by one.
+    Args:
+        parameters: the parameters.
+        grads: the gradient of each, or None.
+        process_group: further groups, as for :func:`fastclip.clip_grad_norm_`.
 
     Raises:
-        RuntimeError: FSDP1's flat shards without a process group; a process group without processes.
+        RuntimeError: flat shards of FSDP1 without a process group; a process group, but torch.distributed is
+            not initialized.
     """
     if process_group is None and torch.compiler.is_compiling():
         return None
-    process_group = require_process_group(process_group)
+    if process_group is not None:
+        process_group = require_process_group(process_group)
     if not dist.is_available() or not dist.is_initialized():
         return None
     dtensor = dtensor_class()
@@ -264,6 +250,7 @@ def shard_gradients(
 def _segments_of(
     parameters: Sequence[Tensor], grads: Sequence[Tensor | None], dtensor: Any
 ) -> dict[Layout, _Segment]:
+    """Return the rows by layout, in the order in which the layouts first appear."""
     # The loops over thousands of DTensors are most of a call's cost: attributes, not properties, and no call.
     known: list[Any] = [p if g is None else g for p, g in zip(parameters, grads, strict=True)]
     layouts = [layout_of(tensor._spec) if type(tensor) is dtensor else PLAIN for tensor in known]
@@ -286,5 +273,6 @@ def _segments_of(
 
 
 def _index(numbers: list[int], device: torch.device) -> Tensor:
+    """Return the numbers as an index on the device, which is not waited for."""
     index = torch.tensor(numbers)
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)

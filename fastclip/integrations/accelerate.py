@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .. import scaler_state
 from ..clip_grad import clip_grad_norm_, clip_grad_value_, get_total_norm
-from ..groups import MaxNorm
+from ..collect import MaxNorm
 from ..monitor import Monitor
 from ..optim import Handle, handle_of
 from ..optim.wrapping import MethodWrapper

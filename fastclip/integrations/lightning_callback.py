@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups import MaxNorm
+from ..collect import MaxNorm
 from ..monitor import Monitor
 from ..optim import Handle
 from ..optim.step_plan import StepPlan

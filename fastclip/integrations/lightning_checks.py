@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..groups import MaxNorm
+from ..collect import MaxNorm
 from ..monitor import Monitor
 
 # Strategies whose gradients are not those of the optimizer's parameters at the time of its step.

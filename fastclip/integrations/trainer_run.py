@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..groups import MaxNorm
+from ..collect import MaxNorm
 from ..monitor import Record
 from ..optim.wrapping import MethodWrapper
 from ..policies import Policy, SpikeSkip

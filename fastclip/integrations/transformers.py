@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..groups import MaxNorm
+from ..collect import MaxNorm
 from ..monitor import Monitor
 from ..optim.wrapping import MethodWrapper
 from .accelerate import inner_optimizer, require_supported

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..groups import MaxNorm
+from ..collect import MaxNorm
 from ..optim import Handle, attach, handle_of
 from .actions import Action
 from .async_copy import Value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..groups import MaxNorm
+from ..collect import MaxNorm
 from ..policies import Policy
 from . import arguments
 from .actions import Actions, Dispatcher, require_actions

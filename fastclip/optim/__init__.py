@@ -11,9 +11,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from .. import scaler_state
-from ..collect import require_nonfinite
+from ..collect import Groups, MaxNorm, require_groups_or_process_group, require_nonfinite
 from ..distributed import ProcessGroups, require_process_group
-from ..groups import Groups, MaxNorm, require_groups_or_process_group
 from .handle import Handle, handle_of
 from .step_inputs import ClipOptions
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from .. import scaler_state
-from ..distributed import grad_stats
+from ..dispatch import run_stats
 from ..gradient_stats import GradStats
 from . import step_plan as plans
 from .step_inputs import ClipOptions
@@ -275,7 +275,7 @@ class Handle(ClipOptions):
             inputs = self.step_inputs(None, None)
             if not inputs.grads:
                 return
-            total_norm, stats = grad_stats(inputs.grads, self.norm_type, groups=inputs.groups)
+            total_norm, stats = run_stats(inputs.grads, self.norm_type, groups=inputs.groups)
             summary = total_norm.unsqueeze(1)
             plan = StepPlan(inputs, stats, None, fused=False, known_summary=summary, found_inf=True)
         self._plan = plan

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributed import GradientList, ProcessGroups, shard_gradients
-from ..groups import Groups, MaxNorm, max_norm_of_groups, number_groups
-from ..policies import Policy, require_policy
+from ..collect import Groups, MaxNorm, max_norm_of_groups, number_groups
+from ..dispatch import GradientList
+from ..distributed import ProcessGroups, shard_gradients
+from ..policies import Policy
+from ..policies.apply import require_policy
 
 
 @dataclass

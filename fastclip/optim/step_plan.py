@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from .. import policies, scaler_state
+from .. import scaler_state
 from ..backends import reference
-from ..collect import require_extremes, tensors_of
-from ..distributed import ShardedGradients, clip_, grad_stats
+from ..collect import require_norm
+from ..dispatch import run_clip, run_stats, tensors_of
+from ..distributed import ShardedGradients
 from ..gradient_stats import GradStats, describe_nonfinite, nonfinite_per_rank_of
-from ..policies import Policy, PolicyResult
+from ..policies import Policy
+from ..policies.apply import PolicyResult, measure_with_policy, scale_by_policy
 from .step_inputs import StepInputs
 from .wrapping import attributes, without_gradients
 
@@ -61,7 +63,7 @@ class StepPlan:
         """`found_inf` as a loss scaler is to know it: what a policy leaves out says nothing of the scale."""
         if self.limited is None or self.found_inf is False:
             return self.found_inf
-        return (~self.limited.left_out).to(torch.float32) * self.found_inf
+        return (~self.limited.skipped).to(torch.float32) * self.found_inf
 
     @property
     def summary(self) -> Tensor:
@@ -148,7 +150,7 @@ def make(inputs: StepInputs) -> StepPlan:
     Raises:
         ValueError: float16 gradients that would have to be unscaled in place.
     """
-    require_extremes(tensors_of(inputs.grads), inputs.norm_type)
+    require_norm(inputs.grads, inputs.norm_type)
     inv_scale = None if inputs.grad_scale is None else scaler_state.inverse(inputs.grad_scale)
     fused = _is_fused(inputs.optimizer)
     if inputs.observes:
@@ -156,7 +158,7 @@ def make(inputs: StepInputs) -> StepPlan:
     if inputs.policy is not None:
         return _by_policy(inputs, inputs.policy, inv_scale, fused)
     if fused and not inputs.groups and inputs.mode != "zero":
-        total_norm, stats = grad_stats(inputs.grads, inputs.norm_type)
+        total_norm, stats = run_stats(inputs.grads, inputs.norm_type)
         # The kernels take a float32 scalar, which would round the coefficient of float64 gradients.
         if total_norm.dtype is not torch.float64:
             return _plan_hand_over(inputs, total_norm[0], stats, inv_scale)
@@ -164,7 +166,7 @@ def make(inputs: StepInputs) -> StepPlan:
 
 
 def _observe(inputs: StepInputs, inv_scale: Tensor | None, fused: bool) -> StepPlan:
-    norm, stats = grad_stats(inputs.grads, inputs.norm_type, groups=inputs.groups)
+    norm, stats = run_stats(inputs.grads, inputs.norm_type, groups=inputs.groups)
     if inv_scale is not None:
         norm = (norm.double() * inv_scale.to(norm.device)).to(norm.dtype)
     found = inputs.found_inf  # what the scaler has told the optimizer's kernel
@@ -176,7 +178,7 @@ def _observe(inputs: StepInputs, inv_scale: Tensor | None, fused: bool) -> StepP
 def _by_policy(inputs: StepInputs, policy: Policy, inv_scale: Tensor | None, fused: bool) -> StepPlan:
     """As :func:`make`; the policy is asked once, between the pass that reads and the clip."""
     r = inputs
-    limited = policies.measure(r.grads, policy, r.norm_type, r.mode, r.groups, inv_scale)
+    limited = measure_with_policy(r.grads, policy, r.norm_type, r.mode, r.groups, inv_scale)
     inputs = replace(inputs, max_norm=limited.max_norm, policy=None)
     summary, stats = limited.summary, limited.stats
     wide = summary.dtype is torch.float64
@@ -184,7 +186,7 @@ def _by_policy(inputs: StepInputs, policy: Policy, inv_scale: Tensor | None, fus
         return _plan_hand_over(inputs, summary[0, 0], stats, inv_scale, limited)
     if inv_scale is not None:
         scaler_state.require_unscalable(tensors_of(r.grads))
-    policies.scale_(r.grads, limited, r.mode, r.groups, inv_scale)
+    scale_by_policy(r.grads, limited, r.mode, r.groups, inv_scale)
     plan = StepPlan(inputs, stats, inv_scale, fused, summary, in_place=True, limited=limited)
     plan.found_inf = _found_inf(plan, (summary[:, 2] > 0).any())
     return plan
@@ -227,7 +229,7 @@ def _clip_in_place(inputs: StepInputs, inv_scale: Tensor | None, fused: bool) ->
     if inv_scale is not None:
         scaler_state.require_unscalable(tensors_of(inputs.grads))
     r = inputs
-    summary, stats = clip_(r.grads, r.max_norm, r.norm_type, r.mode, r.groups, inv_scale)
+    summary, stats = run_clip(r.grads, r.max_norm, r.norm_type, r.mode, r.groups, inv_scale)
     plan = StepPlan(inputs, stats, inv_scale, fused, summary, in_place=True)
     plan.found_inf = _found_inf(plan, (summary[:, 2] > 0).any())
     return plan

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""AdaGC: every gradient is clipped by what its own norm used to be."""
+"""AdaGC: each gradient is clipped by a moving average of its own norm."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class AdaGC(StatefulPolicy):
         t < warmup_steps:  h = min(absolute_limit / n_all, 1)        gamma = min(gamma, h * n)
         later:             h = min(relative_limit * gamma / n, 1)    gamma = beta * gamma + (1 - beta) * h * n
 
-    Each gradient is multiplied with its h; T = h * n. A step in which any gradient is NaN or Inf moves no
-    gamma, is not counted and leaves the limits as they were.
+    Each gradient is multiplied by its h; T = h * n. A step in which any gradient is NaN or Inf moves no
+    gamma, is not counted and leaves the limits unchanged.
 
     A gradient of exactly 0, such as that of an expert that got no tokens, does not move its gamma either. By
-    the letter of the rule one such step in the warm-up would make gamma 0, and all later gradients of that
-    parameter 0 with it. A gradient met first after the warm-up starts with its own norm as gamma, unclipped.
+    the letter of the rule one such step in the warm-up would make gamma 0, and with it all later gradients of
+    that parameter. A gradient that first appears after the warm-up starts with its own norm as gamma,
+    unclipped.
 
     Args:
         absolute_limit: lambda_abs of the paper, > 0: the limit of the norm of all in the warm-up.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One step by a policy: one pass that reads, the policy's answer, and one that writes where it clips."""
+"""One step with a policy: a pass that reads, the policy's limit, and a pass that writes where it clips."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import distributed
 from ..backends import reference
-from ..distributed import GradientList, ShardedGradients
+from ..dispatch import GradientList, run_scale, run_stats
+from ..distributed import ShardedGradients
 from .base import Policy
 
 # What every clip of fastclip adds to the norm, as torch does.
@@ -21,58 +21,64 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """What one pass found and what a policy made of it. Nothing has been written.
+    """The statistics of one pass and the limit that a policy derived from them. Nothing has been written.
 
     Attributes:
-        summary: [G, 3], see :func:`fastclip.backends.reference.clip_`; with one limit a gradient, the
+        summary: [G, 3], see :func:`fastclip.backends.reference.clip_`; with one limit for each gradient, the
             smallest coefficient.
-        stats: [N, 3], likewise.
-        max_norm: [G] or [N], float64: what the coefficient is made of, by the formula for a number.
-        left_out: [], bool: the policy, and not NaN or Inf, leaves the step out.
-        clip_coef: [N] of a policy with one limit a gradient, else None.
+        stats: the statistics of the gradients, [N, 3].
+        max_norm: [G] or [N], float64: the limit from which the coefficient is computed as from a number.
+        skipped: [], bool: the policy skips the step, rather than NaN or Inf.
+        clip_coef: the coefficients, [N], of a policy with one limit for each gradient; else None.
     """
 
     summary: Tensor
     stats: Tensor
     max_norm: Tensor
-    left_out: Tensor
+    skipped: Tensor
     clip_coef: Tensor | None = None
 
 
 def require_policy(policy: Policy, groups: object, nonfinite: str, has_scaler: bool = False) -> Policy:
-    """Check what does not go together. `has_scaler`: of a call that clips but does not make the step.
+    """Return the policy if it goes together with the other arguments of a call.
+
+    Args:
+        policy: the policy.
+        groups: the argument `groups` of the call.
+        nonfinite: the argument `nonfinite` of the call.
+        has_scaler: whether a loss scaler is at work in a call that clips but does not make the step.
 
     Raises:
-        ValueError: groups with one limit a gradient; a policy that leaves steps out without "skip", or with a
+        ValueError: groups with one limit for each gradient; a policy that skips steps, but not "skip", or a
             loss scaler whose step the call does not see.
     """
     kind = type(policy).__name__
     if policy.per_tensor and groups is not None:
-        raise ValueError(f"expected no groups together with {kind}, which clips each gradient, but got some")
+        raise ValueError(f"expected groups=None together with {kind}, which clips each gradient by itself")
     if policy.skips and nonfinite != "skip":
         raise ValueError(
-            f"expected nonfinite='skip' together with {kind}, which leaves steps out, but got {nonfinite!r}"
+            f"expected nonfinite='skip' together with {kind}, which skips steps, but got {nonfinite!r}"
         )
     if policy.skips and has_scaler:
         raise ValueError(
-            f"expected no scaler together with {kind}, but got one: it can be told to leave a step out only "
-            "as an overflow, and would lower its scale. Pass the policy to fastclip.attach, which knows a way"
+            f"{kind} skips steps, which a GradScaler would count as overflows and answer with a lower scale; "
+            "use fastclip.attach instead of scaler="
         )
     return policy
 
 
 def max_norm_for(limit: Tensor, norm: Tensor) -> Tensor:
-    """What to pass as max_norm, so that max_norm / (norm + 1e-6) is min(1, limit / norm), elementwise.
+    """Return the max_norm for which max_norm / (norm + 1e-6) is min(1, limit / norm), elementwise.
 
     With the limit itself a norm of 1e-8 would be clipped to a hundredth of it at every step, and an average
-    of clipped norms would go to 0. Inf where nothing is clipped: a coefficient of exactly 1 touches no
-    gradient. A limit of NaN stays NaN, and with a norm that is NaN or Inf the limit stays as it is.
+    of clipped norms would go to 0. The result is Inf where nothing is clipped, since a coefficient of exactly
+    1 touches no gradient. A limit of NaN stays NaN, and where the norm is NaN or Inf the limit is unchanged.
     """
     unclipped = torch.where(norm <= limit, math.inf, limit)
     return torch.where(norm > limit, limit + _EPSILON * (limit / norm), unclipped)
 
 
-def measure(
+def measure_with_policy(
     grads: GradientList,
     policy: Policy,
     norm_type: float,
@@ -80,12 +86,14 @@ def measure(
     groups: Sequence[int] = (),
     inv_scale: Tensor | None = None,
 ) -> PolicyResult:
-    """Read the gradients once and ask the policy. The arguments are those of ``distributed.clip_``.
+    """Read the gradients once and ask the policy for the limit.
+
+    The other arguments are those of :func:`fastclip.dispatch.run_clip`.
 
     Raises:
-        TypeError, ValueError: the policy's answer is no tensor, or one of another shape.
+        TypeError, ValueError: the policy's limit is not a tensor, or has the wrong shape.
     """
-    measured, stats = distributed.grad_stats(grads, norm_type, nonfinite == "zero", groups)
+    measured, stats = run_stats(grads, norm_type, nonfinite == "zero", groups)
     totals = (stats, norm_type)
     if isinstance(grads, ShardedGradients) and grads.totals is not None:
         totals = grads.totals
@@ -110,38 +118,42 @@ def measure(
 
 
 def _require_limit(limit: Tensor, own: Tensor, policy: Policy) -> Tensor:
+    """Return the policy's limit, one number for each norm of `own`."""
     kind = type(policy).__name__
     if not isinstance(limit, Tensor):
-        raise TypeError(f"expected {kind}.limit() to give a Tensor, but got {type(limit).__name__}")
+        raise TypeError(f"expected {kind}.limit() to return a Tensor, but got {type(limit).__name__}")
     if limit.numel() not in (1, len(own)):
         raise ValueError(
-            f"expected {kind}.limit() to give one element or {len(own)}, one a "
+            f"expected {kind}.limit() to return one element or {len(own)}, one a "
             f"{'gradient' if policy.per_tensor else 'group'}, but got shape {list(limit.shape)}"
         )
     dtype = reference.accumulation_dtype(own.device)
     return limit.detach().to(own.device, dtype).reshape(-1).expand(len(own))
 
 
-def scale_(
+def scale_by_policy(
     grads: GradientList,
-    limited: PolicyResult,
+    result: PolicyResult,
     nonfinite: str,
     groups: Sequence[int] = (),
     inv_scale: Tensor | None = None,
 ) -> None:
-    """Clip what :func:`measure` has read, with the same arguments. A coefficient of 1 writes nothing."""
-    if limited.clip_coef is None:
-        factors = reference.factors(limited.summary, nonfinite, groups, inv_scale)
+    """Clip what :func:`measure_with_policy` has read, with the same arguments.
+
+    A coefficient of 1 writes nothing.
+    """
+    if result.clip_coef is None:
+        factors = reference.factors(result.summary, nonfinite, groups, inv_scale)
     else:
-        factors = limited.clip_coef
+        factors = result.clip_coef
         if inv_scale is not None:
             factors = factors * inv_scale.to(factors)
         if nonfinite == "skip":
-            factors = torch.where((limited.summary[:, 2] > 0).any(), 1.0, factors)
+            factors = torch.where((result.summary[:, 2] > 0).any(), 1.0, factors)
     zero = nonfinite == "zero"
     if factors.device.type == "cpu" and not torch.compiler.is_compiling():
         # Looking costs no waiting here, and saves the pass over the gradients.
-        zero = zero and bool((limited.stats[:, 1:] > 0).any())
+        zero = zero and bool((result.stats[:, 1:] > 0).any())
         if not zero and bool((factors == 1).all()):
             return
-    distributed.scale_(grads, factors, zero)
+    run_scale(grads, factors, zero)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The checks of what policies are made with."""
+"""Checks of the arguments of policies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def require_number(
     least: float = -math.inf,
     most: float = math.inf,
 ) -> float:
-    """The argument as a float.
+    """Return the argument as a float.
 
     Raises:
-        TypeError: not a number. ValueError: not finite, or not in (above, below) and [least, most].
+        TypeError: not a number.
+        ValueError: not finite, or not in (above, below) and [least, most].
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"expected {name} to be a number, but got {type(value).__name__}")
@@ -36,10 +37,11 @@ def require_number(
 
 
 def require_count(name: str, value: int, least: int, most: int | None = None) -> int:
-    """The argument as an int of at least `least`, and at most `most`.
+    """Return the argument as an int of at least `least` and at most `most`.
 
     Raises:
-        TypeError: not a whole number. ValueError: out of bounds.
+        TypeError: not a whole number.
+        ValueError: out of bounds.
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"expected {name} to be an int, but got {type(value).__name__}")
@@ -50,7 +52,7 @@ def require_count(name: str, value: int, least: int, most: int | None = None) ->
 
 
 def require_limit(name: str, value: float | None) -> float:
-    """A limit >= 0, where None stands for no limit.
+    """Return a limit >= 0; None stands for no limit and becomes Inf.
 
     Raises:
         TypeError, ValueError: as :func:`require_number`.

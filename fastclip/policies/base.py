@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a policy is, and what those that remember norms have in common."""
+"""The interface of a policy, and the base class of policies that remember norms."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..backends import reference
 class Policy(ABC):
     """A rule that gives the limit of each step.
 
-    A class of your own needs :meth:`limit` alone. It has to be made of tensor operations that leave the
-    tensors where they are: a ``.item()`` or an ``if`` on a tensor would make the host wait in every step.
+    A class of your own needs only :meth:`limit`. It must consist of tensor operations that leave the tensors
+    on their device: a ``.item()`` or an ``if`` on a tensor would make the host wait in every step.
 
     Attributes:
-        per_tensor: True: one limit for each gradient, which then is clipped by its own norm.
-        skips: True: the limit may be NaN, which leaves the step out. Needs ``nonfinite="skip"``.
+        per_tensor: True for one limit for each gradient, which then is clipped by its own norm.
+        skips: True if the limit may be NaN, which skips the step. Needs ``nonfinite="skip"``.
     """
 
     per_tensor: ClassVar[bool] = False
@@ -28,15 +28,15 @@ class Policy(ABC):
 
     @abstractmethod
     def limit(self, total_norm: Tensor, norms: Tensor) -> Tensor:
-        """The limit of this step, asked for once a step.
+        """Return the limit of this step; called once a step.
 
         Args:
-            total_norm: the norm before clipping of each group, [G]; [1] without groups. Of true gradients,
-                not scaled ones. It may be NaN or Inf.
+            total_norm: the norm before clipping of each group, [G]; [1] without groups. Gradients count
+                unscaled. It may be NaN or Inf.
             norms: the norm of each gradient, [N]; likewise.
 
         Returns:
-            T, [G], or [N] if `per_tensor`: gradients are multiplied with min(1, T / norm); Inf clips nothing.
+            T, [G], or [N] if `per_tensor`: gradients are multiplied by min(1, T / norm); Inf clips nothing.
             The next step may overwrite it.
 
         Raises:
@@ -45,11 +45,11 @@ class Policy(ABC):
 
     @property
     def threshold(self) -> Tensor | None:
-        """The limit last given, on the device; None before the first. The next step overwrites it."""
+        """The last limit, on the device; None before the first. The next step overwrites it."""
         return None
 
     def observe_loss(self, loss: Tensor | float) -> None:
-        """Tell the loss of the step to come, for rules that look at it; others pass it over.
+        """Observe the loss of the coming step, for rules that depend on it; others ignore it.
 
         Args:
             loss: one number, the same on every rank: averaged over ranks and accumulated batches.
@@ -57,28 +57,29 @@ class Policy(ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved for the run to continue as if never interrupted: copies, on the device.
+        """Return all that must be saved for the run to continue as if never interrupted.
 
-        Strings, dicts and tensors only, which ``torch.load(weights_only=True)`` gives back.
+        It holds strings, dicts and tensors only, copies on the device, which
+        ``torch.load(weights_only=True)`` loads.
         """
         return {"policy": type(self).__name__, "state": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where the policy that gave `state` was.
+        """Continue where the policy that returned `state` was.
 
         Raises:
-            ValueError: the state of another class, or of another number of groups, gradients or steps kept.
+            ValueError: the state of another class, or with another number of groups, gradients or steps.
         """
         tensors_in(state, self)
 
 
 def tensors_in(state: dict[str, Any], policy: Policy) -> dict[str, Tensor]:
-    """The tensors of a state_dict. Raises ValueError if it is not one of the policy's class."""
+    """Return the tensors of a state_dict, or raise ValueError if it is not one of the policy's class."""
     wanted = type(policy).__name__
     if not isinstance(state, dict) or not isinstance(state.get("state"), dict) or "policy" not in state:
-        raise ValueError(f"expected the state_dict of a {wanted}, but got {type(state).__name__} without one")
+        raise ValueError(f"expected the state_dict of a {wanted}, but got {type(state).__name__}")
     if state["policy"] != wanted:
-        raise ValueError(f"expected the state_dict of a {wanted}, but got that of a {state['policy']}")
+        raise ValueError(f"expected the state_dict of a {wanted}, but got that of {state['policy']}")
     return state["state"]
 
 
@@ -86,15 +87,15 @@ class StatefulPolicy(Policy):
     """A policy that keeps tensors between steps, changed in place: a captured CUDA graph changes them too."""
 
     def __init__(self) -> None:
-        self._state: dict[str, Tensor] = {}  # made in the first step, which tells size and device
+        self._state: dict[str, Tensor] = {}  # made in the first step, which gives size and device
 
     @abstractmethod
     def _initial(self, size: int) -> dict[str, tuple[tuple[int, ...], float]]:
-        """Shape and first value of each tensor for `size` norms; "threshold" of shape (size,) among them."""
+        """Return shape and first value of each tensor for `size` norms; "threshold" has shape (size,)."""
 
     @abstractmethod
     def _rule(self, total_norm: Tensor, norms: Tensor) -> Tensor:
-        """As limit(), with tensors in the dtype of the state, which is there."""
+        """Return the limit, as :meth:`limit`, from tensors in the dtype of the state, which exists."""
 
     @property
     def threshold(self) -> Tensor | None:
@@ -107,6 +108,7 @@ class StatefulPolicy(Policy):
         return self._rule(total_norm.to(dtype), norms.to(dtype))
 
     def _begin(self, own: Tensor, dtype: torch.dtype) -> None:
+        """Make the state in the first step; later bring it to the device and dtype of the norms."""
         size = len(own)
         if not self._state:
             self._state = {
@@ -117,14 +119,14 @@ class StatefulPolicy(Policy):
         if len(threshold) != size:
             what = "gradients" if self.per_tensor else "groups"
             raise ValueError(
-                f"expected as many {what} as in the steps before, {len(threshold)}, since "
-                f"{type(self).__name__} remembers the norm of each, but got {size}"
+                f"expected {len(threshold)} {what}, as in the steps before, since {type(self).__name__} "
+                f"remembers the norm of each, but got {size}"
             )
         if threshold.device != own.device or threshold.dtype != dtype:  # as loaded, or the model has moved
             self._state = {name: tensor.to(own.device, dtype) for name, tensor in self._state.items()}
 
     def _set(self, name: str, value: Tensor, where: Tensor | None = None) -> Tensor:
-        """Change a tensor of the state in place, all of it or where the mask says so."""
+        """Change a tensor of the state in place, all of it or where the mask is True."""
         kept = self._state[name]
         return kept.copy_(value if where is None else torch.where(where, value, kept))
 

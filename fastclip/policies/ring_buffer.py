@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The last W finite numbers of each of several series, kept in rings on the device."""
+"""Ring buffers on the device: the last W finite numbers of each of several series."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from torch import Tensor
 
 
 def push(window: Tensor, count: Tensor, values: Tensor, where: Tensor) -> None:
-    """Put one number at the end of each series, in place of the oldest, where the mask says so.
+    """Write one number of each series over its oldest, where the mask is True.
 
-    By selection and not by an index: that needs no waiting and is deterministic on every device.
+    Selection instead of an index waits for nothing and is deterministic on every device.
 
     Args:
-        window: [S, W], changed in place. count: [S], how many numbers were ever put in; changed in place.
-        values, where: [S].
+        window: the buffers, [S, W], changed in place.
+        count: how many numbers were ever written, [S]; changed in place.
+        values, where: the numbers and the mask, [S].
     """
-    slots = torch.arange(window.shape[1], device=window.device)
-    here = slots == (count % window.shape[1]).unsqueeze(1)
+    positions = torch.arange(window.shape[1], device=window.device)
+    here = positions == (count % window.shape[1]).unsqueeze(1)
     window.copy_(torch.where(here & where.unsqueeze(1), values.unsqueeze(1), window))
     count.add_(where)
 
 
 def percentile(window: Tensor, count: Tensor, percent: float) -> Tensor:
-    """[S]: the percentile of each series, linear between neighbours as numpy.percentile. NaN if it is empty.
+    """Return the percentile of each series, [S], linear between neighbours as numpy.percentile; NaN if empty.
 
     Args:
-        window: [S, W], with Inf in the slots not yet used, so that they sort last. count: [S].
+        window: the buffers, [S, W], with Inf where nothing was written yet, so that it sorts last.
+        count: how many numbers were ever written, [S].
     """
     ordered = window.sort(1).values
     last = count.clamp(max=window.shape[1]) - 1
@@ -38,7 +40,7 @@ def percentile(window: Tensor, count: Tensor, percent: float) -> Tensor:
 
 
 def mean_and_std(window: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """[S] each: mean and sample standard deviation (n - 1) of each series; NaN of fewer than two numbers."""
+    """Return mean and sample standard deviation (n - 1) of each series, [S]; NaN from less than two."""
     used = torch.arange(window.shape[1], device=window.device) < count.unsqueeze(1)
     size = count.clamp(max=window.shape[1])
     mean = torch.where(used, window, 0.0).sum(1) / size

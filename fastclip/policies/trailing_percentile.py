@@ -14,22 +14,22 @@ from .ring_buffer import percentile, push
 
 
 class TrailingPercentile(StatefulPolicy):
-    """T = the p-th percentile of the last `window` norms, that of the step itself included.
+    """T = the p-th percentile of the last `window` norms, including that of the step itself.
 
-    AutoClip (Seetharaman et al. 2020, arXiv:2007.14469) takes all norms since the start. Those of the warm-up
-    of the learning rate are the largest of a run, so that the 95th percentile of all says little later on,
+    AutoClip (Seetharaman et al. 2020, arXiv:2007.14469) takes all norms since the start. The norms of the
+    learning rate's warm-up are the largest of a run, so the 95th percentile of all says little later on,
     and a low one clips healthy steps (p = 10 clips 62 % of those of a healthy GPT-2 124M run). A window
-    forgets them: with the defaults 3.6 % of the steps of that run are clipped, to 0.89 of their norm in the
-    mean.
+    forgets them: with the defaults 3.6 % of the steps of that run are clipped, to 0.89 of their norm on
+    average.
 
     Percentiles are linear between neighbours, as numpy.percentile's. The norm of the step is among those the
     percentile is taken of, as in AutoClip, so a single spike can raise T only to where it stands among the
-    others. Steps with NaN or Inf enter nothing and leave T as it was.
+    others. Norms that are NaN or Inf do not enter the window and leave T unchanged.
 
     Args:
         percentile: p, in (0, 100]; 100 never clips.
         window: how many norms are kept of each group, [G, window] float64.
-        minimum: nothing is clipped before as many norms have been seen, that of the step included.
+        minimum: nothing is clipped before this many norms have been seen, including that of the step.
 
     Raises:
         TypeError, ValueError: an argument of another kind, or out of bounds.

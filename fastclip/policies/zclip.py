@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""ZClip: norms that stand out from a moving average are brought back near to it."""
+"""ZClip: norms far above a moving average are clipped to near it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ZClip(StatefulPolicy):
 
     The limit is min(T, max_grad_norm), in the warm-up max_grad_norm. With the default of 1 the fixed limit
     bounds every step, and ZClip only adds to it where norms are usually below 1. Steps with NaN or Inf move
-    neither m nor v, are not counted for the warm-up and leave the limit as it was; in the authors' code one
-    NaN stays for ever.
+    neither m nor v, are not counted for the warm-up and leave the limit unchanged; in the authors' code one
+    NaN stays in the average.
 
     Args:
         alpha: the weight of the past, in [0, 1).

@@ -109,7 +109,9 @@ def test_a_limit_that_is_no_number_raises(value):
 
 def test_a_process_group_without_processes_raises():
     p = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(RuntimeError, match="expected torch.distributed to be initialized, as process_group"):
+    with pytest.raises(
+        RuntimeError, match="expected torch.distributed to be initialized, since process_group"
+    ):
         fastclip.clip_grad_norm_([p], 1.0, process_group=object())
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fastclip
-from fastclip import dispatch as lists
+from fastclip import dispatch
 from fastclip.backends import native, reference
 from helpers import cases
 from helpers.cases import INF, NAN, assert_bitwise_equal
@@ -29,7 +29,7 @@ def test_dense_complex_and_sparse_in_one_list(backend, order, norm_type):
     before = [g.clone() for g in dense(grads)]
     largest = max(g.abs().max().item() for g in grads if not g.is_sparse)
     expected = cases.exact_norm(before, 2.0) if norm_type == 2 else max(4.0, largest)
-    summary, stats = lists.clip_(grads, 0.5, norm_type, "propagate")
+    summary, stats = dispatch.run_clip(grads, 0.5, norm_type, "propagate")
     assert summary[0, 0].item() == pytest.approx(expected, rel=1e-6)
     for grad, old in zip(dense(grads), before, strict=True):
         torch.testing.assert_close(grad, (old * summary[0, 1]).to(old.dtype))
@@ -46,11 +46,11 @@ def test_the_modes_in_a_mixed_list(backend):
         return grads
 
     grads = build()
-    summary, stats = lists.clip_(grads, 0.5, 2.0, "skip")
+    summary, stats = dispatch.run_clip(grads, 0.5, 2.0, "skip")
     assert summary[0, 2] == 1
     assert stats[:, 1].tolist() == [0, 1, 0, 0] and stats[:, 2].tolist() == [0, 0, 0, 1]
     torch.testing.assert_close(dense(grads), dense(build()), equal_nan=True, rtol=0, atol=0)
-    lists.clip_(grads, 0.5, 2.0, "zero")
+    dispatch.run_clip(grads, 0.5, 2.0, "zero")
     assert cases.exact_norm(dense(grads), 2.0) == pytest.approx(0.5, rel=1e-2)
 
 
@@ -58,25 +58,25 @@ def test_a_refusal_comes_before_any_part_is_written(backend):
     """The complex gradient comes first, the one that overlaps itself in another part."""
     grads = [torch.ones(3, dtype=torch.complex64), torch.ones(5), torch.ones(1).expand(4)]
     for call in (
-        lambda: lists.clip_(grads, 0.1, 2.0, "propagate"),
-        lambda: lists.scale_(grads, torch.tensor(0.5)),
+        lambda: dispatch.run_clip(grads, 0.1, 2.0, "propagate"),
+        lambda: dispatch.run_scale(grads, torch.tensor(0.5)),
     ):
         with pytest.raises(RuntimeError, match="share memory"):
             call()
     assert all((g == 1).all() for g in grads)
     grads = [torch.ones(5), torch.ones(1, dtype=torch.complex64).expand(4)]
     with pytest.raises(RuntimeError, match="share memory"):
-        lists.clip_(grads, 0.1, 2.0, "propagate")
+        dispatch.run_clip(grads, 0.1, 2.0, "propagate")
     assert all((g == 1).all() for g in grads)
 
 
 def test_clip_by_value_of_a_mixed_list(backend):
     grads = [torch.tensor([3.0, -3.0]), torch.sparse_coo_tensor([[1]], [5.0], (3,), check_invariants=True)]
-    lists.clamp_(grads, 1.0)
+    dispatch.run_clamp(grads, 1.0)
     assert grads[0].tolist() == [1, -1] and grads[1].to_dense().tolist() == [0, 1, 0]
     grads = [torch.ones(2), torch.ones(2, dtype=torch.complex64)]
     with pytest.raises(NotImplementedError, match="gradient 1 with shape"):
-        lists.clamp_(grads, 0.5)
+        dispatch.run_clamp(grads, 0.5)
     assert (grads[0] == 1).all()
 
 
@@ -96,11 +96,11 @@ def test_several_devices_give_one_norm_and_one_coefficient(native_only, monkeypa
         calls.append(device)
         return reference if device == torch.device("cpu:1") else native
 
-    monkeypatch.setattr(lists, "select", elsewhere)
+    monkeypatch.setattr(dispatch, "select", elsewhere)
     plain = [torch.randn(10), torch.randn(2000), torch.randn(30), torch.randn(4)]
     before = cases.clone(plain)
     grads = [plain[0].as_subclass(OnAnotherDevice), plain[1], plain[2].as_subclass(OnAnotherDevice), plain[3]]
-    summary, stats = lists.clip_(grads, 0.3, 2.0, "propagate", [0, 1, 1, 0])
+    summary, stats = dispatch.run_clip(grads, 0.3, 2.0, "propagate", [0, 1, 1, 0])
     assert {str(d) for d in calls} == {"cpu", "cpu:1"}
     expected, expected_stats = native.clip_(before, 0.3, 2.0, "propagate", [0, 1, 1, 0])
     for actual, wanted in zip([summary, stats, *grads], [expected, expected_stats, *before], strict=True):
@@ -131,13 +131,13 @@ def test_dtensor_gradients_are_refused_in_words():
 
     grads = [torch.ones(3), torch.ones(2).as_subclass(DTensor)]
     with pytest.raises(NotImplementedError, match="DTensor as gradient 1"):
-        lists._parts(grads, 2.0)
+        dispatch.MixedGradients(grads, 2.0)
 
 
 def test_identical_results_whichever_way_a_list_goes(native_only):
     """The way by parts, forced by one complex zero, gives the bits of the single call."""
     plain = [torch.randn(3 * cases.CHUNK), torch.randn(9)]
     whole, parts = cases.clone(plain), cases.clone(plain)
-    lists.clip_(whole, 0.5, 2.0, "propagate")
-    lists.clip_([*parts, torch.zeros(1, dtype=torch.complex64)], 0.5, 2.0, "propagate")
+    dispatch.run_clip(whole, 0.5, 2.0, "propagate")
+    dispatch.run_clip([*parts, torch.zeros(1, dtype=torch.complex64)], 0.5, 2.0, "propagate")
     assert_bitwise_equal(parts, whole)

@@ -153,7 +153,7 @@ def test_non_finite_norms_change_nothing(name):
         elif before:
             after = policy.state_dict()["state"]
             for key in after:
-                if key not in ("loss", "loss_is_told"):  # this step's own
+                if key not in ("loss", "loss_is_given"):  # this step's own
                     assert_bitwise_equal(after[key], before[key])
     gold = POLICIES[name]()
     for index, (norm, answer) in enumerate(zip(without, answers, strict=True)):
@@ -198,7 +198,7 @@ def test_a_state_before_the_first_step():
 @pytest.mark.parametrize(
     "make, state, message",
     [
-        (ZClip, lambda: AdaGC().state_dict(), "expected the state_dict of a ZClip, but got that of a AdaGC"),
+        (ZClip, lambda: AdaGC().state_dict(), "expected the state_dict of a ZClip, but got that of AdaGC"),
         (ZClip, lambda: 3, "expected the state_dict of a ZClip, but got int"),
         (ZClip, dict, "expected the state_dict of a ZClip, but got dict"),
     ],
@@ -226,11 +226,11 @@ def test_a_state_of_another_shape():
 def test_another_number_of_groups_or_gradients():
     policy = ZClip()
     ask(policy, [1.0])
-    with pytest.raises(ValueError, match="as many groups as in the steps before, 1, .* ZClip .* but got 2"):
+    with pytest.raises(ValueError, match="expected 1 groups, as in the steps before, .* ZClip .* but got 2"):
         policy.limit(torch.ones(2), torch.ones(2))
     policy = AdaGC()
     ask_by_tensor(policy, [[1.0, 2.0]])
-    with pytest.raises(ValueError, match="as many gradients .*, 2, .* AdaGC .* but got 3"):
+    with pytest.raises(ValueError, match="expected 2 gradients, .* AdaGC .* but got 3"):
         policy.limit(torch.ones(1), torch.ones(3))
 
 

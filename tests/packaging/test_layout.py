@@ -23,7 +23,7 @@ LAYERS = [
     ["dispatch"],
     ["distributed"],
     ["policies"],
-    ["collect", "groups", "scaler_state"],
+    ["collect", "scaler_state"],
     ["gradient_stats"],
     ["clip_grad"],
     ["optim"],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...distributed import grad_stats
+from ...dispatch import run_stats
 from ..async_copy import Value
 from ..suppress import guarded
 from .batches import is_plain, tensors_in
@@ -125,7 +125,7 @@ class ActivationStatistics:
 
 def _moments(tensor: Tensor) -> Tensor:
     """[4]: mean, rms, largest absolute value, all of the finite elements, and the number of others."""
-    _, stats = grad_stats([tensor.contiguous()], 2.0)
+    _, stats = run_stats([tensor.contiguous()], 2.0)
     if tensor.device.type == "cpu" and stats[0, 1:].sum() == 0:  # as nearly always: three passes do
         low, high = tensor.aminmax()
         mean, rms = tensor.mean(dtype=torch.float32), (stats[0, 0] / tensor.numel()).sqrt()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...distributed import ProcessGroups, grad_stats, shard_gradients
+from ...dispatch import run_stats
+from ...distributed import ProcessGroups, shard_gradients
 from ..async_copy import Value
 from ..suppress import guarded
 from .activations import local_tensor
@@ -57,7 +58,7 @@ class WeightStatistics:
             return {}
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         guarded(self._copy, parameters)
-        norm, _ = grad_stats(shard_gradients(parameters, parameters, self._process_group) or parameters, 2.0)
+        norm, _ = run_stats(shard_gradients(parameters, parameters, self._process_group) or parameters, 2.0)
         return {"param_norm": norm[0]}
 
     def _copy(self, parameters: list[Tensor]) -> None:
