@@ -30,8 +30,8 @@ class _RecentGrowth(NormGrowth):
     than a factor of 2. The median of the last 8 rows must be exceeded as well, not only in the beginning.
     """
 
-    def _stands_out(self, norm: float, median: float) -> bool:
-        return norm > self.factor * self.recent.median() and super()._stands_out(norm, median)
+    def stands_out(self, norm: float, median: float) -> bool:
+        return norm > self.factor * self.recent.median() and super().stands_out(norm, median)
 
 
 def stride_of(records: Sequence[Record]) -> int:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..monitor.detectors.trailing_window import Window, quantile
+from ..monitor.detectors.trailing_window import TrailingWindow, quantile
 
 WINDOW = 200  # steps of the trailing statistics, as of the event clip_share
 MINIMUM = 20  # steps before there is one
@@ -97,7 +97,7 @@ def trailing_quantiles(
     series: Series, shares: dict[str, float], size: int = WINDOW, minimum: int = MINIMUM
 ) -> list[Series]:
     """Of the last `size` finite values at each place, by linear interpolation: a series for each label."""
-    window = Window(size)
+    window = TrailingWindow(size)
     found = [Series(label, [], [], series.breaks, "guide") for label in shares]
     for place, value in zip(series.at, series.values, strict=True):
         window.add(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Records of trainings that never were, and of one that was: what the tests of the detectors look at."""
+"""Records of made-up trainings and of two real ones, for the tests of the detectors."""
 
 import csv
 import gzip
@@ -18,7 +18,7 @@ BLOOM_FIRST = 31214
 
 
 def gpt2() -> list[tuple[int, float, float, float]]:
-    """(step, loss, learning rate, norm) of a healthy training; the file's first lines tell the source."""
+    """Return (step, loss, learning rate, norm) of a healthy training; the file's comments name the source."""
     path = Path(__file__).parents[1] / "data" / "gpt2_124m_train.csv.gz"
     with gzip.open(path, "rt") as file:
         lines = csv.reader(line for line in file if not line.startswith("#"))
@@ -27,22 +27,22 @@ def gpt2() -> list[tuple[int, float, float, float]]:
 
 
 def clipped(step, norm=None, max_norm=1.0, **fields) -> Record:
-    """A record whose clip coefficient follows from its norm."""
+    """Return a record whose clip coefficient follows from its norm."""
     coef = None if norm is None or max_norm is None else min(1.0, max_norm / (norm + 1e-6))
     return Record(step=step, total_norm=norm, max_norm=max_norm, clip_coef=coef, **fields)
 
 
-def told(detectors, records):
-    """The events of detectors, or of one, over records."""
+def detect(detectors, records):
+    """Return the events that one detector or a list of them reports over records."""
     listed = detectors if isinstance(detectors, list) else [detectors]
     return [event for r in records for d in listed if (event := d.update(r)) is not None]
 
 
 def watched(records, num_classes=None):
-    """The records with the events of all default detectors, as a monitor leaves them."""
+    """Add the events of all default detectors to the records, as a monitor does, and return the records."""
     detectors = default_detectors(num_classes)
     for record in records:
-        record.events = told(detectors, [record])
+        record.events = detect(detectors, [record])
     return records
 
 
@@ -60,7 +60,7 @@ def histogram(rng, n, classes, weights=None):
 
 
 def numbers(rng, n=32, mean=0.0, std=1.0, **changes):
-    """Of an input tensor, as the monitor's batch statistics: n samples of 100 numbers."""
+    """Return the monitor's batch statistics of an input tensor of n samples with 100 numbers each."""
     tensor = {"shape": [n, 100], "dtype": "float32", "mean": mean + rng.gauss(0.0, std / math.sqrt(100 * n))}
     tensor |= {"min": mean - 3.5 * std, "max": mean + 3.5 * std, "std": std, "nan": 0, "inf": 0, "empty": 0}
     return tensor | changes
@@ -73,7 +73,7 @@ def labels(rng, n=32, classes=10, weights=None, **changes):
 
 
 def healthy(rng, step, rank=0, **changes) -> Record:
-    """A step in which every field of a record is there and nothing is wrong."""
+    """Return a record that has every field and shows nothing wrong."""
     norm = lognormal(rng, 0.2, 0.4)
     fields = {
         "rank": rank,
@@ -101,13 +101,13 @@ def healthy(rng, step, rank=0, **changes) -> Record:
 
 
 def bad_gradients(name="body.weight", nan=3, inf=0):
-    """The fields of a step whose gradients are not finite."""
+    """Return the fields of a step whose gradients are not finite."""
     worst = [{"name": name, "norm": NAN, "nan_count": nan, "inf_count": inf}]
     return {"norm": NAN, "nan_count": nan, "inf_count": inf, "worst": worst}
 
 
 def wild(rng, step) -> Record:
-    """A step of anything: fields missing, spikes, shifts, NaN and Inf anywhere; every 400 steps anew."""
+    """Return a record of anything: missing fields, spikes, shifts, NaN and Inf; a new run every 400 steps."""
     phase = step % 400
     norm = lognormal(rng, 0.2, 0.4 * math.exp(max(0, phase - 300) / 30)) * rng.choice([1.0] * 40 + [30.0])
     record = healthy(rng, step, norm=norm, loss=2.0 + rng.gauss(0, 0.05) + rng.choice([0.0] * 40 + [5.0]))

@@ -14,7 +14,7 @@ from fastclip.logs import read_run, verdict_of
 from fastclip.logs.reader import Run
 from fastclip.monitor import MEANINGS, Event, Record, detectors
 from fastclip.monitor.sinks import JsonlSink
-from helpers.records import NAN, bad_gradients, clipped, gpt2, healthy, lognormal, seeded, told, watched
+from helpers.records import NAN, bad_gradients, clipped, detect, gpt2, healthy, lognormal, seeded, watched
 
 COLUMNS = ("step", "loss", "grad_norm")
 
@@ -99,7 +99,7 @@ def test_an_exploded_log_of_fastclip(tmp_path, lint):
     assert status == 2
     assert out.splitlines()[1:] == [
         "  error: nonfinite: in step 40: the loss is nan; the gradients hold 3 NaN and 0 Inf; most of them "
-        "in body.weight; the step was left out",
+        "in body.weight; the step was skipped",
         "  NaN or Inf in 1 of 41 steps, 1 of them left out",
         "  clipped 0 of 41 steps (0%), last at max_norm 1",
     ]
@@ -134,7 +134,7 @@ def verdict(losses, first=0):
         record.events = []
     spikes = detectors.LossSpike()
     for record in records:
-        record.events = told(spikes, [record])
+        record.events = detect(spikes, [record])
     return verdict_of(Run({0: records}, "test"))
 
 
@@ -306,7 +306,7 @@ def test_recommend_from_a_log_of_others(tmp_path, lint):
     shutil.copy(data, tmp_path)
     status, out, err = lint(tmp_path, command="recommend")
     assert (status, err) == (0, "") and out.startswith("max_norm 0.26\n")
-    assert "(present)" not in out, "the log tells no limit"
+    assert "(current)" not in out, "the log tells no limit"
     losses = table(tmp_path / "losses.csv", [(s, loss) for s, loss, _ in calm(100)], COLUMNS[:2])
     status, out, _ = lint(losses, command="recommend")
     assert status == 1 and out.startswith("0 steps with a finite norm")

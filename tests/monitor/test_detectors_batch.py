@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Detectors of the batch, of activations, weights, memory and other processes: what is told and what not."""
+"""Detectors of batches, activations, weights, memory and other processes: reports and silence."""
 
 import math
 
@@ -7,27 +7,27 @@ import pytest
 
 from fastclip.monitor import Record, detectors
 from fastclip.monitor.detectors.data import stability_index
-from helpers.records import INF, NAN, histogram, labels, lognormal, numbers, seeded, told
+from helpers.records import INF, NAN, detect, histogram, labels, lognormal, numbers, seeded
 
 
-def looked_at(make, count=400, seeds=3, detector=detectors.BatchShift):
-    """Events of a detector over batches with one tensor, made from (rng, step)."""
+def batch_events(make, count=400, seeds=3, detector=detectors.BatchShift):
+    """Return the events of a detector over batches with one tensor, made from (rng, step)."""
     events = []
     for seed in range(seeds):
         rng = seeded(seed)
         run = [Record(s, batch={"x": make(rng, s)}, sample_ids=[f"id{s}"]) for s in range(count)]
-        events += told(detector(), run)
+        events += detect(detector(), run)
     return events
 
 
-def test_stability_index_by_its_definition():
+def test_stability_index_matches_its_definition():
     p, q = [60.5 / 101, 40.5 / 101], [10.5 / 41, 30.5 / 41]
     expected = sum((b - a) * math.log(b / a) for a, b in zip(p, q, strict=True))
     assert stability_index([60, 40, 0], [10, 30, 0]) == pytest.approx((expected, 1 / 101 + 1 / 41))
     assert stability_index([0, 0], [1, 2]) == stability_index([1, 2], [0, 0]) == (0.0, 0.0)
 
 
-def test_stability_index_by_chance():
+def test_stability_index_returns_its_mean_by_chance():
     rng = seeded()
     reference = histogram(rng, 100000, 10)
     pairs = [stability_index(reference, histogram(rng, 500, 10)) for _ in range(300)]
@@ -35,7 +35,7 @@ def test_stability_index_by_chance():
 
 
 def documents(rng, step):
-    """Eight documents, each with a vocabulary of its own, as text is: far from independent tokens."""
+    """Return the statistics of eight documents with a vocabulary each: far from independent tokens."""
     counts = [0] * 64
     for _ in range(8):
         words = [rng.randrange(64) for _ in range(12)]
@@ -45,7 +45,7 @@ def documents(rng, step):
 
 
 def epoch_end(step):
-    """The number of samples: the last batch of each epoch of 50 steps has 1 instead of 32."""
+    """Return the number of samples: the last batch of each epoch of 50 steps has 1 instead of 32."""
     return 1 if step % 50 == 49 else 32
 
 
@@ -69,8 +69,8 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_batches(name):
-    assert looked_at(HEALTHY[name]) == []
+def test_batch_shift_is_silent_on_healthy_batches(name):
+    assert batch_events(HEALTHY[name]) == []
 
 
 SHIFTS = {
@@ -85,32 +85,32 @@ SHIFTS = {
 
 
 @pytest.mark.parametrize("problem", SHIFTS)
-def test_a_shift_is_told_at_once(problem):
-    events = looked_at(SHIFTS[problem], seeds=1)
+def test_batch_shift_reports_a_shift_at_once(problem):
+    events = batch_events(SHIFTS[problem], seeds=1)
     assert events[0].step in range(200, 203) and events[0].values["problem"] == problem
     assert events[0].values["sample_ids"] == [f"id{events[0].step}"]
     assert len(events) <= 5
 
 
-def test_documents_of_another_language_are_told():
+def test_batch_shift_reports_documents_in_another_language():
     def languages(rng, step):
         batch = documents(rng, step)
         return batch if step < 200 else batch | {"histogram": histogram(rng, 1024, 8)}
 
-    assert looked_at(languages, seeds=1)[0].step == 200
+    assert batch_events(languages, seeds=1)[0].step == 200
 
 
-def test_one_outlier_does_not_hide_the_next():
-    peaks = looked_at(lambda rng, s: numbers(rng, max=1e6 if s in (200, 230) else 4.0), seeds=1)
+def test_batch_shift_reports_an_outlier_after_an_outlier():
+    peaks = batch_events(lambda rng, s: numbers(rng, max=1e6 if s in (200, 230) else 4.0), seeds=1)
     assert [e.step for e in peaks] == [200, 230]
 
 
-# Batches that are bad by themselves.
+# Batches that are bad without comparison.
 
 
 def bad(tensors, before=0, num_classes=10, **fields):
     run = [Record(s, batch={"x": numbers(seeded())}) for s in range(before)]
-    return told(detectors.BadBatch(num_classes), [*run, Record(before, batch=tensors, **fields)])
+    return detect(detectors.BadBatch(num_classes), [*run, Record(before, batch=tensors, **fields)])
 
 
 @pytest.mark.parametrize(
@@ -118,32 +118,32 @@ def bad(tensors, before=0, num_classes=10, **fields):
     [
         ({"x": {"shape": [4, 2], "nan": 2, "inf": 1}}, "nonfinite", "x holds 2 NaN and 1 Inf"),
         ({"x": {"shape": [0, 2]}}, "no_elements", "no elements"),
-        ({"y": {"shape": [2], "max": 10, "histogram": [1, 0, 1]}}, "labels", "go up to 10, but there are 10"),
+        ({"y": {"shape": [2], "max": 10, "histogram": [1, 0, 1]}}, "labels", "reach 10, but there are 10"),
     ],
 )
-def test_bad_batches(tensors, problem, words):
+def test_bad_batch_reports_the_problem_and_the_samples(tensors, problem, words):
     (event,) = bad(tensors, sample_ids=["a", "b"])
     assert event.severity == "error" and event.values["problem"] == problem and words in event.message
     assert event.values["sample_ids"] == ["a", "b"]
 
 
-def test_token_ids_out_of_range():
+def test_bad_batch_reports_token_ids_out_of_range():
     (event,) = bad(
         {}, token_ids={"wte": {"outside": 1, "size": 50, "min": -1, "max": 49}, "wpe": {"outside": 0}}
     )
-    assert "not in 0 to 49: they go from -1 to 49" in event.message and event.values["module"] == "wte"
+    assert "outside 0 to 49: they range from -1 to 49" in event.message and event.values["module"] == "wte"
 
 
-def test_constant_samples_where_there_never_were():
+def test_bad_batch_reports_constant_samples_where_there_were_none():
     assert bad({"x": numbers(seeded(), empty=1)}, before=20)[0].values["problem"] == "constant"
     assert bad({"x": numbers(seeded(), empty=1)}, before=5) == []
 
 
-def test_numbers_of_samples_are_no_labels():
+def test_bad_batch_does_not_take_sample_indices_for_labels():
     detector, rng = detectors.BadBatch(10), seeded()
     run = [Record(s, batch={"i": labels(rng) | {"max": 99 + s}, "y": labels(rng)}) for s in range(20)]
-    assert told(detector, run) == []
-    (event,) = told(detector, [Record(20, batch={"i": labels(rng, max=99), "y": labels(rng, max=12)})])
+    assert detect(detector, run) == []
+    (event,) = detect(detector, [Record(20, batch={"i": labels(rng, max=99), "y": labels(rng, max=12)})])
     assert event.values["tensor"] == "y"
 
 
@@ -155,10 +155,10 @@ def active(values, **fields):
     for i, value in enumerate(values):
         sample = {"rms": value, "max": 4 * value, "nonfinite": 0} if not isinstance(value, dict) else value
         run.append(Record(10 * i, activations={"m": sample}, **fields))
-    return told(detectors.Activations(), run)
+    return detect(detectors.Activations(), run)
 
 
-def test_activations_that_explode_or_die():
+def test_activations_reports_explosion_and_death():
     rng = seeded()
     calm = [lognormal(rng, 0.2) for _ in range(30)]
     (event,) = active([*calm, 20.0])
@@ -171,7 +171,7 @@ def test_activations_that_explode_or_die():
     assert active([1.0, 1.0, 20.0, 400.0, 8000.0])[0].step == 30  # within the first samples
 
 
-def test_healthy_activations():
+def test_activations_is_silent_on_healthy_ones():
     sampled = [0, 1, 2, 4, 8, 10, 16, 20, 30, 32, *range(40, 600, 10)]
     assert active([1e-6 * step**2 for step in sampled]) == []  # zero-initialised, in a warm-up
     assert active([1.0 + 3.0 * min(1.0, step / 200) for step in sampled]) == []
@@ -188,10 +188,10 @@ SAMPLED = [0, 1, 2, 4, 8, 16, 32, *range(50, 500, 50)]
 
 def moving(ratios, lr=1e-3, **fields):
     run = [Record(s, update_ratio=ratios(s), lr=[lr], **fields) for s in SAMPLED]
-    return told(detectors.UpdateRatio(), run)
+    return detect(detectors.UpdateRatio(), run)
 
 
-def test_update_ratios_out_of_range():
+def test_update_ratio_reports_too_large_and_too_small_ones():
     (event, *_) = moving(lambda s: {"a": 0.5 if s >= 100 else 0.01, "b": 0.3, "c": 0.01 if s < 100 else 0.9})
     assert (
         event.step == 100 and event.values["parameter"] == "c" and "at learning rate 0.001" in event.message
@@ -200,7 +200,7 @@ def test_update_ratios_out_of_range():
     assert moving(lambda s: {"a": 0.0, "b": 1e-10})[0].step == 2
 
 
-def test_healthy_update_ratios():
+def test_update_ratio_is_silent_on_healthy_ones():
     def lora(step):
         return {"a": 0.01, "b": INF if step == 0 else 1 / step}
 
@@ -218,10 +218,10 @@ def test_healthy_update_ratios():
 
 def growing(sizes):
     run = [Record(10 * i, memory={"allocated": 2**30, "resident": int(m)}) for i, m in enumerate(sizes)]
-    return told(detectors.MemoryGrowth(), run)
+    return detect(detectors.MemoryGrowth(), run)
 
 
-def test_memory():
+def test_memory_growth_reports_a_leak_and_no_cache():
     rng = seeded()
     leak = [1e9 * (1 + i / 200) + rng.random() * 1e7 for i in range(200)]
     events = growing(leak)
@@ -236,10 +236,10 @@ def test_memory():
 
 def ranked(make, count=400, seed=0):
     rng = seeded(seed)
-    return told(detectors.RankDiffers(), [Record(s, ranks=make(rng, s)) for s in range(count)])
+    return detect(detectors.RankDiffers(), [Record(s, ranks=make(rng, s)) for s in range(count)])
 
 
-def test_a_rank_that_differs():
+def test_rank_differs_reports_a_high_loss_and_a_slow_rank():
     def noisy(rng, step, worse=2.5):
         losses = [lognormal(rng, 0.3) for _ in range(4)]
         losses[2] *= worse if step >= 100 else 1.0
@@ -248,10 +248,10 @@ def test_a_rank_that_differs():
     (event, *_) = ranked(noisy)
     assert 115 < event.step < 160 and event.rank == event.values["differing_rank"] == 2
     slow = ranked(lambda rng, s: {"seconds": [0.1, 0.1, 0.1, 0.1 + 0.1 * (s >= 100)]})
-    assert slow[0].step == 119 and slow[0].rank == 3 and "time of a step" in slow[0].message
+    assert slow[0].step == 119 and slow[0].rank == 3 and "step time" in slow[0].message
 
 
-def test_ranks_that_differ_by_chance():
+def test_rank_differs_is_silent_on_chance_differences():
     assert ranked(lambda rng, s: {"loss": [lognormal(rng, 1.0) for _ in range(2)]}, 5000) == []
     assert ranked(lambda rng, s: {"loss": [lognormal(rng, 1.0) for _ in range(8)]}, 5000) == []
     assert ranked(lambda rng, s: {"loss": [rng.gauss(0, 1) for _ in range(4)]}, 2000) == []
@@ -261,6 +261,6 @@ def test_ranks_that_differ_by_chance():
 
 
 @pytest.mark.parametrize("ranks", [{"loss": [1.0, 1.0, NAN]}, {"batch_nonfinite": [0.0, 0.0, 4.0]}])
-def test_a_rank_with_nan(ranks):
+def test_rank_differs_reports_a_rank_with_nan(ranks):
     (event,) = ranked(lambda rng, s: ranks, count=1)
     assert event.severity == "error" and event.rank == 2

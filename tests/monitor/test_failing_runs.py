@@ -108,7 +108,7 @@ def test_the_guilty_samples_are_named(outcomes):
     assert finding.step == 40 and finding.sample_ids == list(range(1280, 1312))
     assert "holds 1 NaN and 0 Inf" in finding.text
     long = outcomes("LSTM, long passages").monitor.diagnose().findings[0]
-    assert long.step == 40 and "is 256 long" in long.text and len(long.sample_ids) == 32
+    assert long.step == 40 and "has length 256" in long.text and len(long.sample_ids) == 32
 
 
 def test_a_poisoned_batch_does_not_spoil_the_model(outcomes):

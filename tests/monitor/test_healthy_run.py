@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trainings that went well stay silent, a real one too; the spike of a real one is seen before it comes."""
+"""No detector reports in healthy trainings, real and made up; a real spike is reported before it comes."""
 
 import math
 
@@ -11,11 +11,11 @@ from helpers.records import (
     BLOOM_LOSSES,
     BLOOM_NORMS,
     clipped,
+    detect,
     gpt2,
     healthy,
     lognormal,
     seeded,
-    told,
 )
 
 
@@ -28,39 +28,39 @@ def records_of(steps, factor=lambda step: 1.0):
     return (clipped(s, norm * factor(s), loss=loss, lr=[lr]) for s, loss, lr, norm in steps)
 
 
-def test_the_copy_of_the_log_is_complete(steps):
+def test_gpt2_log_is_complete(steps):
     assert [s for s, *_ in steps] == list(range(19560))
     assert steps[0] == (0, 11.0091, 1e-06, 15.37) and steps[-1] == (19559, 3.2217, 0.0, 0.22)
     assert sum(norm > 1.0 for *_, norm in steps) / 19560 == pytest.approx(0.0123, abs=1e-4)
 
 
-def test_no_false_alarm_in_19560_healthy_steps(steps):
-    assert told(default_detectors(), records_of(steps)) == []
+def test_default_detectors_are_silent_in_19560_healthy_steps(steps):
+    assert detect(default_detectors(), records_of(steps)) == []
 
 
-def test_the_bare_rules_would_have_told_something(steps):
-    """What the thresholds are there for, so that it is the rules that are silent, and not the log."""
-    spikes = told(detectors.NormSpike(z=8.0, factor=1.0), records_of(steps))
+def test_detectors_with_looser_thresholds_report_in_healthy_steps(steps):
+    """The silence above is due to the thresholds and not to the log."""
+    spikes = detect(detectors.NormSpike(z=8.0, factor=1.0), records_of(steps))
     assert len(spikes) > 50
-    assert told(detectors.NormSpike(factor=7.0), records_of(steps))[0].step == 9025
-    assert len(told(detectors.NormGrowth(factor=1.3), records_of(steps))) > 5
-    assert told(detectors.LossSpike(share=0.0, beyond=1.0), records_of(steps))
-    assert told(detectors.ClipShare(share=0.5), records_of(steps))
+    assert detect(detectors.NormSpike(factor=7.0), records_of(steps))[0].step == 9025
+    assert len(detect(detectors.NormGrowth(factor=1.3), records_of(steps))) > 5
+    assert detect(detectors.LossSpike(share=0.0, beyond=1.0), records_of(steps))
+    assert detect(detectors.ClipShare(share=0.5), records_of(steps))
 
 
 @pytest.mark.parametrize("rate, late", [(0.001, 280), (0.002, 155), (0.003, 117)])
-def test_an_artificial_drift(steps, rate, late):
+def test_norm_drift_reports_an_artificial_drift(steps, rate, late):
     drifting = records_of(steps[:6000], lambda step: math.exp(rate * max(0, step - 5000)))
-    events = told(detectors.NormDrift(), drifting)
+    events = detect(detectors.NormDrift(), drifting)
     assert 5000 < events[0].step <= 5000 + late
-    assert "drifts upwards" in events[0].message
-    # It goes on to the end and is told again every 100 steps, not at each alarm.
+    assert "drifting upwards" in events[0].message
+    # It persists to the end and is reported again every 100 steps, not at each alarm.
     assert len(events) <= 1 + (6000 - events[0].step) / 100
     assert events[1].step == events[0].step + 100
 
 
 def bloom(before=300):
-    """A calm run up to the numbers of the chronicle, whose own baseline is not known: 0.2 and 2.2 assumed."""
+    """Yield a calm run up to the numbers of the chronicle, whose unknown baseline is taken as 0.2 and 2.2."""
     rng = seeded()
     calm = range(BLOOM_FIRST - before, BLOOM_FIRST)
     yield from (clipped(s, lognormal(rng, 0.1, 0.2), loss=2.2 + rng.gauss(0, 0.03), lr=[6e-5]) for s in calm)
@@ -69,21 +69,21 @@ def bloom(before=300):
 
 
 @pytest.mark.parametrize("before", [16, 60, 300])
-def test_bloom_is_warned_of_three_steps_before_the_loss(before):
+def test_norm_growth_warns_of_the_bloom_spike_three_steps_before_the_loss(before):
     spike = BLOOM_FIRST + BLOOM_LOSSES.index(5.10)
-    events = told(default_detectors(), bloom(before))
+    events = detect(default_detectors(), bloom(before))
     assert events[0].step == spike - 3 and events[0].kind in ("norm_growth", "norm_spike")
-    growth = told(detectors.NormGrowth(), bloom(before))
+    growth = detect(detectors.NormGrowth(), bloom(before))
     assert [e.step for e in growth] == [spike - 3]
     assert growth[0].values["streak"] == 2 and growth[0].values["total_norm"] == 2.39
-    assert [e.step for e in told(detectors.LossSpike(), bloom(before))] == [spike]
+    assert [e.step for e in detect(detectors.LossSpike(), bloom(before))] == [spike]
 
 
-def test_every_field_of_a_healthy_run():
-    """With a gap in its steps, and resumed at an earlier one."""
+def test_default_detectors_are_silent_on_complete_healthy_records():
+    """The run has a gap in its steps and is resumed at an earlier one."""
     rng = seeded(1)
     steps = [*range(700), *range(650, 1000), *range(1200, 1700)]
-    assert told(default_detectors(num_classes=10), [healthy(rng, s) for s in steps]) == []
+    assert detect(default_detectors(num_classes=10), [healthy(rng, s) for s in steps]) == []
 
 
 # Losses, each for thousands of steps.
@@ -106,11 +106,11 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_healthy_losses(name):
+def test_loss_spike_is_silent_on_healthy_losses(name):
     events = []
     for seed in range(5):
         rng = seeded(seed)
-        events += told(detectors.LossSpike(), (clipped(s, loss=LOSSES[name](rng, s)) for s in range(3000)))
+        events += detect(detectors.LossSpike(), (clipped(s, loss=LOSSES[name](rng, s)) for s in range(3000)))
     # A mixture of two sizes of loss has no scatter that a window could know: one alarm in 2,000 steps.
     assert len(events) <= (12 if "hard sample" in name and "now" in name else 1), events[:3]
 
@@ -127,11 +127,11 @@ SPIKES = {
 
 
 @pytest.mark.parametrize("name", SPIKES)
-def test_spikes_of_such_losses(name):
+def test_loss_spike_reports_spikes_of_such_losses(name):
     """Two of them: the first one does not hide the second."""
     rng = seeded()
     losses = [LOSSES[name](rng, s) + SPIKES[name] * (s in (500, 540)) for s in range(700)]
-    events = told(detectors.LossSpike(), (clipped(s, loss=loss) for s, loss in enumerate(losses)))
+    events = detect(detectors.LossSpike(), (clipped(s, loss=loss) for s, loss in enumerate(losses)))
     assert [e.step for e in events] == [500, 540]
 
 
@@ -153,29 +153,29 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_healthy_norms(name):
-    looking = [detectors.NormGrowth(), detectors.NormSpike(), detectors.NormDrift()]
+def test_norm_detectors_are_silent_on_healthy_norms(name):
+    listed = [detectors.NormGrowth(), detectors.NormSpike(), detectors.NormDrift()]
     for seed in range(5):
         rng = seeded(seed)
         rates = [1e-3 * min(1.0, (s + 1) / 1000) for s in range(3000)]
         run = [clipped(s, NORMS[name](rng, s), lr=[rate]) for s, rate in enumerate(rates)]
-        assert told(looking, run) == []
-        for detector in looking:
+        assert detect(listed, run) == []
+        for detector in listed:
             detector.__init__()
 
 
-def test_a_limit_of_a_policy_clips_a_share_on_purpose():
+def test_clip_share_ignores_the_moving_limit_of_a_policy():
     rng = seeded()
     moving = [clipped(s, 2.0, max_norm=1.0 + 0.1 * rng.random()) for s in range(600)]
-    assert told(detectors.ClipShare(), moving) == []
+    assert detect(detectors.ClipShare(), moving) == []
     fixed = [clipped(s, 2.0) for s in range(600)]
-    assert [e.step for e in told(detectors.ClipShare(), fixed)] == [199]
+    assert [e.step for e in detect(detectors.ClipShare(), fixed)] == [199]
 
 
-# What the same log says of a max_norm.
+# The max_norm for the same log.
 
 
-def test_recommendation_from_the_log(steps):
+def test_recommend_from_the_gpt2_log(steps):
     records = list(records_of(steps))
     whole = recommend(records[2000:], window_steps=20000)
     assert whole.quantiles[0.95] == pytest.approx(0.31) and whole.max_norm == 0.31

@@ -83,7 +83,7 @@ def test_token_ids_out_of_range_are_seen_before_the_lookup_fails():
     (record,) = monitor.records
     assert record.token_ids == {"0": {"min": -1, "max": 50, "outside": 2, "size": 50}}
     assert monitor.diagnose().cause == "token_ids"
-    assert "2 of the ids given to 0 are not in 0 to 49" in str(monitor.diagnose())
+    assert "2 token ids of 0 are outside 0 to 49" in str(monitor.diagnose())
     monitor.close()
     assert not model[0]._forward_pre_hooks
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Precursors of a failing training: small classes that look at one record after the other."""
+"""Detectors of the precursors of a failing training, each fed one record after the other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def default_detectors(num_classes: int | None = None) -> list[Detector]:
-    """One of each, with the thresholds of its documentation; those that look at the batch come first."""
+    """Return one detector of each kind with its documented thresholds, those of the batch first."""
     return [
         BadBatch(num_classes),
         BatchShift(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the loss shows, and NaN and Inf wherever they are."""
+"""Spikes of the loss, NaN and Inf anywhere, and steps that raised."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import math
 
 from ..record import Event, Record
 from .base import Detector
-from .trailing_window import Window
+from .trailing_window import TrailingWindow
 
 
 class LossSpike(Detector):
-    """The loss is far above its trailing median: by `z` robust standard deviations, and `beyond` times
-    further than any other loss in the window but one; if it is positive by `share` of the median and, in its
-    logarithm, by 6 robust standard deviations as well; and by a thousandth of what the run began with.
+    """The loss is far above its trailing median.
 
-    Each rule is there for a healthy run. A z-score alone passes 8 in 5 healthy GPT-2 steps, whose loss is at
-    most 11 % above the median. The loss of small batches has long tails near its end: mostly 0.001 and now
-    and then 0.5, of which the largest counts but one, so that a spike does not hide the next one (one false
+    It has to be above by all of these: `z` robust standard deviations; `beyond` times as far as the second
+    largest loss of the window; a thousandth of what the run began with; and, if losses are positive, `share`
+    of the median and 6 robust standard deviations of the logarithm.
+
+    Each rule protects a kind of healthy run. The z-score alone exceeds 8 in 5 healthy GPT-2 steps, whose loss
+    is at most 11 % above the median. The loss of small batches has long tails near its end, mostly 0.001 and
+    now and then 0.5; the second largest is compared, so that one spike does not hide the next (one false
     alarm in 2,000 such steps). A hinge loss is 0 in most steps. Log-likelihoods are negative and have no
     meaningful share.
 
-    Before there are `minimum` steps, 4 times the range so far above the largest loss is a spike, and at least
-    `early` times the largest.
+    In the first `minimum` steps a spike is a loss that exceeds the largest so far by 4 times the range so
+    far, and by the factor `early`.
     """
 
     kind = "loss_spike"
@@ -39,7 +41,7 @@ class LossSpike(Detector):
     ) -> None:
         super().__init__()
         self.z, self.share, self.beyond, self.early, self.minimum = z, share, beyond, early, minimum
-        self.window = Window(window)
+        self.window = TrailingWindow(window)
         self.start: float | None = None  # median size of the first losses
 
     def check(self, record: Record) -> Event | None:
@@ -57,7 +59,7 @@ class LossSpike(Detector):
             event = self.event(
                 record,
                 "warning",
-                f"the loss is {loss:.4g}, its median of the last {len(self.window)} steps {median:.4g}",
+                f"the loss is {loss:.4g}; the median of the last {len(self.window)} steps is {median:.4g}",
                 loss=loss,
                 median=median,
                 z=z,
@@ -84,11 +86,10 @@ class LossSpike(Detector):
 
 
 class NonFinite(Detector):
-    """NaN or Inf in the loss, a gradient or the norm of the parameters; told for each step of it, up to
-    `limit` in a row.
+    """NaN or Inf in the loss, a gradient or the norm of the parameters.
 
-    An overflow that a loss scaler leaves out is its way to find the scale: "info", unless the loss itself is
-    not finite.
+    Each step is reported, up to `limit` in a row, and then every `COOLDOWN`. An overflow that a loss scaler
+    skips is how it finds its scale: the severity is "info", unless the loss itself is not finite.
     """
 
     kind = "nonfinite"
@@ -111,7 +112,7 @@ class NonFinite(Detector):
         if bad_loss:
             found.append(f"the loss is {record.loss}")
         if _lost(record):
-            found.append(f"the norm of the parameters is {record.param_norm}: the model is lost")
+            found.append(f"the parameter norm is {record.param_norm}: the weights are no longer finite")
         names = [t["name"] for t in record.worst if t.get("nan_count", 0) + t.get("inf_count", 0)]
         if record.nan_count + record.inf_count:
             found.append(f"the gradients hold {record.nan_count} NaN and {record.inf_count} Inf")
@@ -122,7 +123,7 @@ class NonFinite(Detector):
         handled = record.loss_scale is not None and record.applied is False
         handled = handled and not bad_loss and not _lost(record)
         if record.applied is False:
-            found.append("the step was left out")
+            found.append("the step was skipped")
         return self.event(
             record,
             "info" if handled else "error",
@@ -141,7 +142,7 @@ def _lost(record: Record) -> bool:
 
 
 class Failed(Detector):
-    """The step ended in an exception; told for each one."""
+    """The step ended in an exception. Each one is reported."""
 
     kind = "exception"
     COOLDOWN = 1

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Precursors in the gradient norm, always the one before clipping. It moves before the loss does.
+"""Precursors in the gradient norm before clipping, which moves before the loss does.
 
-Thresholds are held against the public log of a healthy GPT-2 124M training (19,560 steps) and the first spike
-of BLOOM-176B: norms 0.242, 0.947, 2.39, 15.9, 145, 960 while the loss was 2.20, 2.22, 2.60, 2.24, 2.35, 5.10.
+The thresholds were checked against the public log of a healthy GPT-2 124M training (19,560 steps) and the
+first spike of BLOOM-176B: norms 0.242, 0.947, 2.39, 15.9, 145, 960 while the loss was 2.20, 2.22, 2.60, 2.24,
+2.35, 5.10.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import math
 
 from ..record import Event, Record
 from .base import Detector
-from .trailing_window import Window
+from .trailing_window import TrailingWindow
 
 
 class NormGrowth(Detector):
-    """The norm is above `factor` times its trailing median, and `z` robust standard deviations of its
-    logarithm above it, for `steps` steps in a row.
+    """The norm is far above its trailing median for `steps` steps in a row.
 
-    None of the 19,560 healthy GPT-2 steps; three steps before the loss on the BLOOM numbers. The z-score is
-    for small batches, whose norms scatter by a factor of 2 and would pass the factor alone twice in a row
-    every few dozen steps. Until the window is full, the norms of a beginning training may grow steadily, as
-    those behind a zero-initialised layer do: then they must exceed the median of the last 8 steps as well.
+    Far above means by the factor `factor` and by `z` robust standard deviations of its logarithm. It reports
+    none of the 19,560 healthy GPT-2 steps, and on the BLOOM numbers it is three steps ahead of the loss. The
+    z-score is for small batches, whose norms scatter by a factor of 2 and would exceed the factor alone twice
+    in a row every few dozen steps. Until the window is full, the norms of a young training may grow steadily,
+    as those behind a zero-initialised layer do: then the factor applies to the median of the last 8 steps
+    too.
     """
 
     kind = "norm_growth"
@@ -32,8 +34,8 @@ class NormGrowth(Detector):
     ) -> None:
         super().__init__()
         self.factor, self.steps, self.z, self.minimum = factor, steps, z, minimum
-        self.window = Window(window)
-        self.recent = Window(8)
+        self.window = TrailingWindow(window)
+        self.recent = TrailingWindow(8)
         self.streak = 0
 
     def check(self, record: Record) -> Event | None:
@@ -42,8 +44,8 @@ class NormGrowth(Detector):
         norm = record.total_norm
         assert norm is not None
         median = self.window.median() if len(self.window) >= self.minimum else math.inf
-        # The first comparison alone is that of nearly all steps.
-        above = norm > self.factor * median > 0 and self._stands_out(norm, median)
+        # The first comparison settles nearly all steps.
+        above = norm > self.factor * median > 0 and self.stands_out(norm, median)
         self.streak = self.streak + 1 if above else 0
         before = len(self.window)
         self.window.add(norm)
@@ -53,14 +55,15 @@ class NormGrowth(Detector):
         return self.event(
             record,
             "warning",
-            f"the gradient norm is {norm:.3g}, {norm / median:.1f} times its median of the last "
+            f"the gradient norm is {norm:.3g}, {norm / median:.1f} times the median of the last "
             f"{before} steps, for {self.streak} steps in a row",
             total_norm=norm,
             median=median,
             streak=self.streak,
         )
 
-    def _stands_out(self, norm: float, median: float) -> bool:
+    def stands_out(self, norm: float, median: float) -> bool:
+        """Return whether a norm above `factor` times the median is unusual for this training."""
         if not self.window.is_full and norm <= self.factor * self.recent.median():
             return False
         low, high = self.window.quantile(0.25), self.window.quantile(0.75)
@@ -69,11 +72,11 @@ class NormGrowth(Detector):
 
 
 class NormSpike(Detector):
-    """One step's norm is `factor` times the trailing median and `z` robust standard deviations of its
-    logarithm above it.
+    """The norm of one step is `factor` times the trailing median and `z` robust standard deviations above it.
 
-    A z-score alone is no alarm: 6 standard deviations are passed in 57 of the healthy steps, 8 in more than a
-    hundred, when the norms lie close together. The largest healthy norm is 7.5 times its median.
+    The standard deviations are those of its logarithm. A z-score alone is no alarm: 6 standard deviations are
+    exceeded in 57 of the healthy steps, 8 in more than a hundred, when the norms lie close together. The
+    largest healthy norm is 7.5 times its median.
     """
 
     kind = "norm_spike"
@@ -82,7 +85,7 @@ class NormSpike(Detector):
     def __init__(self, z: float = 8.0, factor: float = 8.0, window: int = 128, minimum: int = 16) -> None:
         super().__init__()
         self.z, self.factor, self.minimum = z, factor, minimum
-        self.window = Window(window)
+        self.window = TrailingWindow(window)
 
     def check(self, record: Record) -> Event | None:
         if not record.has_finite_norm or not record.total_norm or record.total_norm < 0:
@@ -110,14 +113,15 @@ class NormSpike(Detector):
 class NormDrift(Detector):
     """The norm creeps upwards: a one-sided CUSUM of the logarithm of the norm (Page, 1954).
 
-    Each step adds (log norm - reference) / sigma - `slack`, not below 0, and `limit` is the alarm, if the
-    recent norms are `factor` times the reference at least. Reference and sigma are those of the `window`
-    steps before the last `lag`, so that a drift does not hide in what it is compared with.
+    Each step adds (log norm - reference) / sigma - `slack` to a sum that stays at 0 or above. The alarm is a
+    sum of `limit` while the recent norms are at least `factor` times the reference. Reference and sigma are
+    those of the `window` steps before the last `lag`, so that a drift does not hide in what it is compared
+    with.
 
-    Silent in the 19,560 healthy GPT-2 steps. With their norms multiplied by exp(r t) from step 5000 on it
-    fires after 277, 144 and 105 steps for r = 0.001, 0.002 and 0.003, when they have grown by a third. While
-    the learning rate rises by a tenth in 200 steps or more, the norms of healthy models may grow with it, and
-    the factor is `warm_up_factor`.
+    It is silent in the 19,560 healthy GPT-2 steps. With their norms multiplied by exp(r t) from step 5000 on
+    it reports after 277, 144 and 105 steps for r = 0.001, 0.002 and 0.003, when they have grown by a third.
+    While the learning rate rises by a tenth in 200 steps or more, the norms of healthy models may grow with
+    it, and the factor is `warm_up_factor`.
     """
 
     kind = "norm_drift"
@@ -134,8 +138,8 @@ class NormDrift(Detector):
     ) -> None:
         super().__init__()
         self.slack, self.limit, self.factor, self.warm_up_factor = slack, limit, factor, warm_up_factor
-        self.window = Window(window)
-        self.recent = Window(lag)
+        self.window = TrailingWindow(window)
+        self.recent = TrailingWindow(lag)
         self.sum = 0.0
         self.rate: float | None = None  # trailing average of the learning rate over 200 steps
 
@@ -153,8 +157,8 @@ class NormDrift(Detector):
         if value <= reference and not self.sum:
             return None
         sigma = max(self.window.sigma(), 0.05)
-        # One spike is not a drift: a single step counts for 4 standard deviations at most. The sum stays at
-        # the limit, so that a drift that lasts is one event.
+        # One spike is not a drift: a single step counts for 4 standard deviations at most. The sum stops at
+        # the limit, so that a persistent drift is one event.
         self.sum += min((value - reference) / sigma, 4.0) - self.slack
         self.sum = min(max(0.0, self.sum), self.limit)
         factor = self.warm_up_factor if rising else self.factor
@@ -163,7 +167,7 @@ class NormDrift(Detector):
         return self.event(
             record,
             "warning",
-            f"the gradient norm drifts upwards: {math.exp(self.recent.median()):.3g} in the last "
+            f"the gradient norm is drifting upwards: median {math.exp(self.recent.median()):.3g} in the last "
             f"{len(self.recent)} steps, {math.exp(reference):.3g} before",
             recent=math.exp(self.recent.median()),
             reference=math.exp(reference),
@@ -178,11 +182,11 @@ class NormDrift(Detector):
 
 
 class ClipShare(Detector):
-    """More than `share` of the last `window` steps were clipped at one limit: the seat belt steers.
+    """More than `share` of the last `window` steps were clipped at one limit.
 
     The healthy GPT-2 run clips 1.2 % of its steps at 1.0, nearly all of them in the first 700. A limit that
-    moves from step to step is that of a policy such as a percentile, which clips a share on purpose: nothing
-    is said of it.
+    moves from step to step is that of a policy such as a percentile, which clips a share on purpose, and is
+    not reported.
     """
 
     kind = "clip_share"
@@ -192,7 +196,7 @@ class ClipShare(Detector):
     def __init__(self, share: float = 0.9, window: int = 200) -> None:
         super().__init__()
         self.share = share
-        self.window = Window(window)
+        self.window = TrailingWindow(window)
         self.limit: float | None = None
 
     def check(self, record: Record) -> Event | None:
@@ -219,9 +223,9 @@ class ClipShare(Detector):
 
 
 class ClippedBefore(Detector):
-    """Of the last `window` norms none was above the limit, and `pinned` of them were equal to it to one part
-    in 1,000: another clip comes before the one that is watched, so that norms are no longer what they were.
+    """Another clip comes before the one that is monitored, which sees norms that are already clipped.
 
+    Of the last `window` norms none was above the limit, and `pinned` of them equal it to one part in 1,000.
     A loop that still calls ``clip_grad_norm_`` beside the monitor looks like this.
     """
 
@@ -233,7 +237,7 @@ class ClippedBefore(Detector):
     def __init__(self, window: int = 20, pinned: int = 10) -> None:
         super().__init__()
         self.pinned = pinned
-        self.ratios = Window(window)
+        self.ratios = TrailingWindow(window)
 
     def check(self, record: Record) -> Event | None:
         limit, norm = record.max_norm, record.total_norm
@@ -248,8 +252,8 @@ class ClippedBefore(Detector):
         return self.event(
             record,
             "warning",
-            f"{count} of the last {self.ratios.size} norms were equal to max_norm {limit:.3g} and none was "
-            "above: the gradients are clipped before. Remove the other call of clip_grad_norm_",
+            f"{count} of the last {self.ratios.size} gradient norms equal max_norm {limit:.3g} and none "
+            "exceeds it: the gradients were already clipped. Remove the other call to clip_grad_norm_",
             pinned=count,
             max_norm=limit,
         )

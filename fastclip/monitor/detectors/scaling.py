@@ -8,18 +8,18 @@ from statistics import median
 
 from ..record import Event, Record
 from .base import Detector
-from .trailing_window import Window
+from .trailing_window import TrailingWindow
 
 
 class LossScale(Detector):
-    """The loss scale collapses: `streak` overflows in a row, a fall to 1/`fall` of what it was within
-    `window` steps, or a value below 1.
+    """The loss scale collapses.
 
-    A scaler begins too high on purpose and halves until it fits: from torch's 65536 three or four times in
-    most trainings, from DeepSpeed's 2^32 sixteen times. Until a first step without overflow has been made,
-    only overflows at a scale of `low` or less are therefore an alarm, and what the search began with is not
-    compared with later. After it a scaler loses a factor of 2 now and then for ever. The known collapses
-    (fairseq #1529, pytorch #157436: 131072 to 5e-23) are dozens of overflows in a row.
+    It does after `streak` overflows in a row, a fall to 1/`fall` of its value within `window` steps, or below
+    1. A scaler starts too high on purpose and halves until it fits: from torch's 65536 three or four times in
+    most trainings, from DeepSpeed's 2^32 sixteen times. Therefore, until the first step without overflow,
+    only overflows at a scale of `low` or less are an alarm, and later scales are not compared with those of
+    the search. After it, losing a factor of 2 now and then is normal. The known collapses (fairseq #1529,
+    pytorch #157436: 131072 to 5e-23) are dozens of overflows in a row.
     """
 
     kind = "loss_scale"
@@ -28,10 +28,10 @@ class LossScale(Detector):
     def __init__(self, streak: int = 5, fall: float = 32.0, window: int = 100, low: float = 2048.0) -> None:
         super().__init__()
         self.limit, self.fall, self.low = streak, fall, low
-        self.window = Window(window)
+        self.window = TrailingWindow(window)
         self.streak = 0
         self.overflows = 0
-        self.found = False  # whether a step was made with the scale
+        self.found = False  # whether a step without overflow has been made
 
     def check(self, record: Record) -> Event | None:
         scale = record.loss_scale
@@ -45,33 +45,34 @@ class LossScale(Detector):
             self.window.clear()
         self.window.add(scale)
         if 1.0 <= scale < math.inf and not self.streak and scale == self.window.largest():
-            return None  # as high as ever: so are nearly all steps
+            return None  # as high as ever, like nearly all steps
         largest = self.window.largest() if len(self.window) else math.nan
         numbers = {"loss_scale": scale, "streak": self.streak, "largest": largest}
         after = f"after {self.streak} overflows in a row" if self.streak > 1 else f"from {largest:g}"
         if not math.isfinite(scale):
             return self.event(record, "error", f"the loss scale is {scale}", **numbers)
         if scale < 1.0:
-            message = f"the loss scale is {scale:g}, below 1, {after}: scaling cannot help any more"
+            message = f"the loss scale is {scale:g}, below 1, {after}: scaling no longer helps"
             return self.event(record, "error", message, **numbers)
         if self.found and (self.streak >= self.limit or scale * self.fall <= largest):
-            return self.event(record, "warning", f"the loss scale falls: {scale:g} {after}", **numbers)
+            return self.event(record, "warning", f"the loss scale is falling: {scale:g} {after}", **numbers)
         if not self.found and self.streak >= self.limit and scale <= self.low:
-            message = f"no loss scale fits: {scale:g} {after}, and no step has been made yet"
+            message = f"no loss scale fits: {scale:g} {after}, and no step has succeeded yet"
             return self.event(record, "warning", message, **numbers)
         return None
 
 
 class UpdateRatio(Detector):
-    """The median over the compared matrices of |change| / |weight| in one step is above `high`, or none is
-    above `low` three times in a row.
+    """A step changes the weights by too large or too small a share of their norm.
 
-    About 1e-3 is usual; the first steps of Adam are larger, learning rate / initial standard deviation (0.03
-    for 6e-4 and 0.02). From 0.2 on a step replaces the weights rather than improves them. Weights that start
-    at zero, such as LoRA's, change by all of themselves, by half, by a third: for `young` steps only those
-    count that had a finite ratio in the first step that was looked at. Frozen weights do not change and count
-    for nothing. Changes that vanish altogether are those of a rounding: bfloat16 weights lose what is below
-    1/256 of them; with a learning rate below 1e-7 nothing else is to be expected.
+    The ratio is |change| / |weight| of each compared matrix in one step. Too large is a median above `high`,
+    too small no ratio above `low` three times in a row. About 1e-3 is usual; the first steps of Adam are
+    larger, learning rate / initial standard deviation (0.03 for 6e-4 and 0.02). From 0.2 on a step replaces
+    the weights rather than improving them. Weights that start at zero, such as LoRA's, change by their whole
+    norm, then a half, then a third: for the first `young` steps only those count that had a finite ratio in
+    the first compared step. Frozen weights do not change and are ignored. Changes that vanish altogether are
+    lost to rounding: bfloat16 weights lose what is below 1/256 of them. With a learning rate below 1e-7
+    nothing else is to be expected.
     """
 
     kind = "update_ratio"
@@ -112,8 +113,8 @@ class UpdateRatio(Detector):
             return self.event(
                 record,
                 "warning",
-                f"the steps do not change the weights: at most {ratios[largest]:.1g} of their norm (of "
-                f"{len(ratios)}) at learning rate {rate:.3g}",
+                f"the steps do not change the weights: by at most {ratios[largest]:.1g} of their norm "
+                f"(maximum of {len(ratios)}) at learning rate {rate:.3g}",
                 **numbers,
             )
         return None

@@ -12,10 +12,12 @@ from .base import Detector
 
 
 class MemoryGrowth(Detector):
-    """The least memory of a block of `block` samples grows from block to block, `blocks` times in a row, by
-    more than `share` in all, and in the later blocks as fast as in the earlier ones. The least, since caches
-    and the allocator make it go up and down within a block; as fast, since a cache that fills slows down and
-    a leak does not.
+    """Memory grows steadily.
+
+    The minimum of each block of `block` samples has to grow over `blocks` blocks in a row, by more than
+    `share` in all, and in the later blocks as fast as in the earlier ones. The minimum is taken because
+    caches and the allocator move memory up and down within a block; the speed is compared because a cache
+    that fills slows down and a leak does not.
     """
 
     kind = "memory_growth"
@@ -44,8 +46,8 @@ class MemoryGrowth(Detector):
             blocks = [*self.blocks.get(key, []), least][-self.number :]
             self.blocks[key] = blocks
             if len(blocks) == self.number and found is None and self._leaks(blocks):
-                found = self._tell(record, key, blocks)
-                self.blocks[key] = blocks[-1:]  # to be told again it has to grow on
+                found = self._growth_event(record, key, blocks)
+                self.blocks[key] = blocks[-1:]  # reported again only if it keeps growing
         self.least = {}
         return found
 
@@ -55,12 +57,12 @@ class MemoryGrowth(Detector):
         grows = all(b > a for a, b in pairwise(blocks)) and blocks[-1] > (1 + self.share) * blocks[0]
         return grows and later >= 0.75 * earlier
 
-    def _tell(self, record: Record, key: str, blocks: list[int]) -> Event:
+    def _growth_event(self, record: Record, key: str, blocks: list[int]) -> Event:
         return self.event(
             record,
             "warning",
-            f"memory keeps growing: {key} {blocks[0] / 2**20:.0f} MiB, now {blocks[-1] / 2**20:.0f} MiB. A "
-            "graph or a list of losses that were not detached is the usual reason",
+            f"memory keeps growing: {key} from {blocks[0] / 2**20:.0f} MiB to {blocks[-1] / 2**20:.0f} MiB. "
+            "The usual cause is a graph or a list of losses that were not detached",
             memory=key,
             before=blocks[0],
             now=blocks[-1],
@@ -68,13 +70,13 @@ class MemoryGrowth(Detector):
 
 
 class RankDiffers(Detector):
-    """One process has a loss or a batch that is not finite; or a loss of more than `factor` times that of the
-    others, or `slow` times their time for a step, in `steps` steps more than not.
+    """One process differs from the others.
 
-    More than not, and not once or five times: losses of different batches differ by a factor of 2 by chance.
-    With two processes and losses that scatter by a factor of e, one is twice the other in 31 % of the steps,
-    and 20 more than not come by chance in (0.31 / 0.69)^20 or 1 in 10 million. Losses that are not positive
-    are not compared.
+    It has a loss or a batch that is not finite; or its loss is more than `factor` times that of the others,
+    or its step time `slow` times theirs, in `steps` steps more than it is not. Once or five times is not
+    enough: losses of different batches differ by a factor of 2 by chance. With two processes and losses that
+    scatter by a factor of e, one is twice the other in 31 % of the steps, and 20 more steps with than without
+    happen by chance once in (0.69 / 0.31)^20, or 10 million. Losses that are not positive are not compared.
     """
 
     kind = "rank"
@@ -92,20 +94,20 @@ class RankDiffers(Detector):
         found = self._nonfinite(record)
         for key, factor, words in (
             ("loss", self.factor, "the loss"),
-            ("seconds", self.slow, "the time of a step"),
+            ("seconds", self.slow, "the step time"),
         ):
             values = record.ranks.get(key, [])
             if len(values) > 1:
-                told = self._compare(record, key, values, factor, words)
-                found = found or told
+                event = self._compare(record, key, values, factor, words)
+                found = found or event
         return found
 
     def _compare(
         self, record: Record, key: str, values: list[float], factor: float, words: str
     ) -> Event | None:
-        """Of the highest one only: it is the one that differs most."""
+        """Compare the highest value with the median of the others."""
         if not self.streaks.get(key) and 0.0 < max(values) <= factor * min(values):
-            return None  # none does: so are nearly all steps
+            return None  # none differs, as in nearly all steps
         known = sorted([(value, rank) for rank, value in enumerate(values) if math.isfinite(value)])
         if len(known) < 2:
             return None
@@ -124,8 +126,8 @@ class RankDiffers(Detector):
         streaks[str(highest)] = min(streaks.get(str(highest), 0) + 1, self.steps)
         if streaks[str(highest)] < self.steps:
             return None
-        message = f"{words} of rank {highest} is {value:.3g}, that of the others {others:.3g}"
-        return self._tell(record, "warning", highest, message, problem=key, value=value, others=others)
+        message = f"{words} of rank {highest} is {value:.3g}; the median of the other ranks is {others:.3g}"
+        return self._rank_event(record, "warning", highest, message, problem=key, value=value, others=others)
 
     def _nonfinite(self, record: Record) -> Event | None:
         losses, batches = record.ranks.get("loss", []), record.ranks.get("batch_nonfinite", [])
@@ -135,14 +137,14 @@ class RankDiffers(Detector):
         if bad and len(bad) < len(batches):
             message = f"the batch of rank {bad[0]} holds {batches[bad[0]]:.0f} NaN or Inf"
             numbers = {"problem": "batch", "batch_nonfinite": batches, "loss": losses}
-            return self._tell(record, "error", bad[0], message, **numbers)
+            return self._rank_event(record, "error", bad[0], message, **numbers)
         bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad and len(bad) < len(losses):
-            message = f"the loss of rank {bad[0]} is {losses[bad[0]]}, that of the other ranks is finite"
-            return self._tell(record, "error", bad[0], message, problem="loss_nonfinite", loss=losses)
+            message = f"the loss of rank {bad[0]} is {losses[bad[0]]} while other ranks have a finite loss"
+            return self._rank_event(record, "error", bad[0], message, problem="loss_nonfinite", loss=losses)
         return None
 
-    def _tell(self, record: Record, severity: str, rank: int, message: str, **values: Any) -> Event:
+    def _rank_event(self, record: Record, severity: str, rank: int, message: str, **values: Any) -> Event:
         event = self.event(record, severity, message, differing_rank=rank, **values)
         event.rank = rank
         return event

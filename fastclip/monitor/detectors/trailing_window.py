@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the detectors remember: a trailing window with its median and spread."""
+"""A trailing window of numbers with its median and spread."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Of numbers in ascending order, at least one; by linear interpolation."""
+    """Return the quantile `q` of one or more numbers in ascending order, linearly interpolated."""
     position = q * (len(ordered) - 1)
     low = int(position)
     part = position - low
     return ordered[low] if part == 0.0 else ordered[low] + (ordered[low + 1] - ordered[low]) * part
 
 
-class Window:
-    """The last `size` finite numbers. A NaN or Inf never gets in: it would spoil every later statistic."""
+class TrailingWindow:
+    """The last `size` finite numbers. NaN and Inf are ignored: they would spoil every later statistic."""
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.size = size
@@ -44,7 +44,7 @@ class Window:
         return len(self._values) == self.size
 
     def values(self) -> list[float]:
-        """From the oldest to the newest."""
+        """Return the numbers from the oldest to the newest."""
         return list(self._values)
 
     def oldest(self) -> float:
@@ -54,11 +54,11 @@ class Window:
         return self._values[-1]
 
     def count_from(self, value: float) -> int:
-        """How many are not smaller."""
+        """Count the numbers that are at least `value`."""
         return len(self._sorted) - bisect_left(self._sorted, value)
 
     def quantile(self, q: float) -> float:
-        """By linear interpolation. The window must not be empty."""
+        """Return the quantile `q`, linearly interpolated. The window must not be empty."""
         return quantile(self._sorted, q)
 
     def median(self) -> float:
@@ -68,12 +68,13 @@ class Window:
         return self._sorted[0]
 
     def largest(self, place: int = 1) -> float:
-        """The largest, or the second largest with place 2."""
+        """Return the largest number, or with `place` 2 the second largest."""
         return self._sorted[-place]
 
     def sigma(self) -> float:
-        """A standard deviation that single outliers do not move: from the quartiles of a normal
-        distribution.
+        """Return a standard deviation that single outliers do not move.
+
+        It is the interquartile range divided by that of the standard normal distribution.
         """
         return (self.quantile(0.75) - self.quantile(0.25)) / 1.349
 
