@@ -18,8 +18,8 @@ from .actions import Actions, Dispatcher, require_actions
 from .async_copy import LateValues, Value
 from .detectors import Detector, default_detectors
 from .diagnosis.diagnose import Diagnosis, diagnose
+from .diagnosis.overview import run_overview
 from .diagnosis.recommend import Recommendation, recommend
-from .diagnosis.summary import summarize
 from .history import History
 from .incidents.capture import Capture, CapturedTraining
 from .incidents.options import Incidents
@@ -238,7 +238,7 @@ class Monitor:
     def summary(self) -> str:
         """One screen: where the run stands, what was clipped and left out, the events."""
         self._poll()
-        return summarize(list(self.records), self.events)
+        return run_overview(list(self.records), self.events)
 
     def _finish(self, step: OpenStep, values: dict[str, Value]) -> None:
         guarded(self._late.send, step, values)

@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from ..monitor.diagnosis.causes import Finding
+from ..monitor.diagnosis.findings import Finding
 from ..monitor.record import SEVERITIES
 from .events import MOST_LISTED, MOST_MARKED, IncidentSummary, Told, most_telling, ranks_told
 from .series import Axis

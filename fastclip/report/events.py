@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..monitor.diagnosis.diagnose import _REACH, Diagnosis, diagnose, worst_event
+from ..monitor.diagnosis.diagnose import LOOKBACK, Diagnosis, diagnose, worst_event
 from ..monitor.incidents.incident import IncidentSummary, list_incidents
 from ..monitor.record import SEVERITIES, Event, Record
 
@@ -83,7 +83,7 @@ def _near(
     """What a diagnosis looks at: the first record of each rank, and those that lead to the event."""
     near = {}
     for rank, its in records.items():
-        first, last = bisect_left(steps[rank], step - _REACH), bisect_right(steps[rank], step)
+        first, last = bisect_left(steps[rank], step - LOOKBACK), bisect_right(steps[rank], step)
         near[rank] = [*its[: min(first, 1)], *its[first:last]]
     return near
 

@@ -172,7 +172,7 @@ def test_a_poisoned_batch_that_is_not_named_is_rejected(monkeypatch, clip_, fail
 
 def test_the_monitor_sums_up_and_names_the_cause(output):
     part = output.split("3. The monitor")[1]
-    assert "left out    1 step" in part and re.search(r"clipping +\d+ of 59 steps at max_norm 1\.5", part)
+    assert "skipped     1 step" in part and re.search(r"clipping +\d+ of 59 steps at max_norm 1\.5", part)
     assert re.search(r"step 40: error: bad_batch: batch tensor features holds 1 NaN", part)
     diagnosis = part.split("monitor.diagnose()")[1]
     first = next(line for line in diagnosis.splitlines() if line.strip().startswith("data"))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From events to causes: the right one first for each, with its numbers; the max_norm; the summary."""
+"""Diagnosis of events, recommendation of a max_norm, and the overview of a run."""
 
 import pytest
 
 from fastclip.monitor import Event, Record, diagnose, recommend
-from fastclip.monitor.diagnosis.recommend import _next_lower, warm_up_steps
-from fastclip.monitor.diagnosis.summary import summarize
+from fastclip.monitor.diagnosis.overview import run_overview
+from fastclip.monitor.diagnosis.recommend import next_lower, warm_up_steps
 from helpers.records import (
     INF,
     NAN,
@@ -21,7 +21,7 @@ from helpers.records import (
 
 
 def run(last=100, start=0, num_classes=10, lr=None, rank=0, **fields):
-    """Healthy up to the last step, which has these fields; seen by the detectors."""
+    """Return the records of a run that is healthy up to its last step, which has these fields."""
     rng = seeded()
     changes = {} if lr is None else {"lr": [lr]}
     records = [healthy(rng, s, rank, **changes) for s in range(start, last)]
@@ -114,7 +114,7 @@ def slow():
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_the_true_cause_comes_first(cause):
+def test_diagnose_names_the_true_cause_first(cause):
     area, make = CAUSES[cause]
     found = diagnose({0: make()})
     assert found.event is not None and found.cause == cause, str(found)
@@ -125,7 +125,7 @@ def test_the_true_cause_comes_first(cause):
         assert all(f"step {f.step}, rank {f.rank}: {f.text}" in str(found) for f in found.findings)
 
 
-def test_the_order_is_data_then_rate_then_model():
+def test_diagnose_orders_causes_by_data_rate_model():
     found = diagnose(
         {0: run(lr=0.1, batch={"0": numbers(seeded(), nan=7)}, update_ratio={"a": 0.9}, **NAN_LOSS)}
     )
@@ -143,7 +143,7 @@ def test_the_order_is_data_then_rate_then_model():
     assert "parameters body.weight" in lines[4]
 
 
-def test_what_grew_before_the_scale_fell_comes_before_it():
+def test_diagnose_puts_growth_before_the_loss_scale_it_collapsed():
     rng, late = seeded(), collapsing()
     steep = [healthy(rng, s, norm=0.4 * 1.3 ** (s - 80), lr=[0.1]) for s in range(80, 100)]
     early = [healthy(rng, s, lr=[0.1]) for s in range(80)]
@@ -154,7 +154,7 @@ def test_what_grew_before_the_scale_fell_comes_before_it():
     assert "loss_scale" in [f.cause for f in found.findings]
 
 
-def test_a_bad_batch_of_long_ago_is_not_the_cause():
+def test_diagnose_ignores_a_bad_batch_of_long_ago():
     records = run(start=1000, last=1100, batch={"0": numbers(seeded(), nan=7)})
     rng = seeded(1)
     later = watched([healthy(rng, s) for s in range(1101, 1150)] + [healthy(rng, 1150, **NAN_LOSS)])
@@ -164,7 +164,7 @@ def test_a_bad_batch_of_long_ago_is_not_the_cause():
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_the_rank_of_the_bad_batch_with_its_samples(bad):
+def test_diagnose_names_the_rank_and_the_samples_of_a_bad_batch(bad):
     counts = [0.0, 0.0, 0.0]
     counts[bad] = 7.0
     ranks = {"loss": [NAN] * 3, "batch_nonfinite": counts, "seconds": [0.1] * 3}
@@ -188,7 +188,7 @@ def test_the_rank_of_the_bad_batch_with_its_samples(bad):
         assert first.rank == bad and bool(first.sample_ids) == (rank == bad)
 
 
-def test_no_event_and_little_to_go_by():
+def test_diagnose_accepts_sparse_records():
     assert str(diagnose({})) == str(diagnose({0: []})) == "No event: nothing to explain."
     assert diagnose({0: [Record(3)]}).cause == "unknown"
     info = Record(3, events=[Event("nonfinite", 3, "info", "m")])
@@ -223,7 +223,7 @@ def scattered(count, middle=0.3, sigma=0.2):
     return [lognormal(rng, sigma, middle) for _ in range(count)]
 
 
-def test_warm_up_is_dropped():
+def test_warm_up_steps_ends_with_the_rising_rate_and_the_high_norms():
     rising_rate = limited(scattered(1000), lr=lambda s: 1e-3 * min(1.0, (s + 1) / 300))
     assert 290 <= warm_up_steps(rising_rate) < 300
     high_norms = limited([5.0] * 400 + scattered(1000))
@@ -233,17 +233,17 @@ def test_warm_up_is_dropped():
     assert warm_up_steps([]) == 0 and warm_up_steps(limited([NAN], lr=lambda s: NAN)) == 0
 
 
-def test_clipped_shares_are_those_of_a_count():
+def test_recommend_counts_the_clipped_shares():
     norms = scattered(3000)
     found = recommend(limited(norms))
     assert found.steps == 2000 and found.max_norm in found.clipped and 1.0 in found.clipped
     for limit, share in found.clipped.items():
         assert share == sum(n > limit for n in norms[1000:]) / 2000
     assert found.quantiles[0.95] == pytest.approx(sorted(norms[1000:])[1900], rel=0.01)
-    assert "(proposed)" in str(found) and "(present)" in str(found)
+    assert "(proposed)" in str(found) and "(current)" in str(found)
 
 
-def test_the_next_lower_value_when_events_persist():
+def test_recommend_takes_the_next_lower_value_when_events_persist():
     norms = scattered(1000, middle=2.0)
     assert recommend(limited(norms, 1.0)).max_norm > 2.0
     assert recommend(limited(norms, 1.0, events=[500])).max_norm > 2.0  # one is no persistence
@@ -254,7 +254,7 @@ def test_the_next_lower_value_when_events_persist():
         of_the_data[step].events.append(Event("bad_batch", step, "error", "NaN in the batch"))
     assert recommend(of_the_data).max_norm > 2.0
     assert recommend(limited(scattered(1000), 1.0, events=[500, 700])).max_norm < 0.5  # p95 is lower still
-    assert [_next_lower(x) for x in (1.0, 0.5, 0.2, 0.1, 3.0, 1000.0, 0.001)] == [
+    assert [next_lower(x) for x in (1.0, 0.5, 0.2, 0.1, 3.0, 1000.0, 0.001)] == [
         0.5,
         0.2,
         0.1,
@@ -267,7 +267,7 @@ def test_the_next_lower_value_when_events_persist():
     assert recommend(changed).max_norm > 2.0  # they came at another limit
 
 
-def test_readings():
+def test_recommend_explains_its_numbers():
     assert "mostly below 0.5" in recommend(limited(scattered(500))).reading[0]
     found = recommend(limited(scattered(500, middle=40.0, sigma=0.5)))
     assert "often reach tens or hundreds" in found.reading[0] and "100% of the steps" in found.reading[1]
@@ -278,12 +278,12 @@ def test_readings():
     assert recommend(limited([NAN, INF, *scattered(200)], max_norm=None)).present is None
 
 
-# One screen.
+# The overview.
 
 
-def test_summary():
+def test_run_overview_shows_the_last_step_and_the_events():
     records = run(**NAN_LOSS)
-    text = summarize(records, [e for r in records for e in r.events])
+    text = run_overview(records, [e for r in records for e in r.events])
     for part in (
         "step 100   rank 0",
         "loss        nan",
@@ -293,7 +293,9 @@ def test_summary():
     ):
         assert part in text, text
     assert max(map(len, text.splitlines())) <= 100 and len(text.splitlines()) <= 20
-    tiny = summarize([Record(1, loss=1.23456e-05, update_ratio={"a": 0.1})], [])
+    tiny = run_overview([Record(1, loss=1.23456e-05, update_ratio={"a": 0.1})], [])
     assert "1.2346e-05" in tiny and "a step changes them by 0.1" in tiny
-    assert summarize([Record(1, loss=2.0), Record(2, worst=[{}], batch={"0": {}})], []).startswith("step 2")
-    assert summarize([], []) == "No step has been made yet."
+    assert run_overview([Record(1, loss=2.0), Record(2, worst=[{}], batch={"0": {}})], []).startswith(
+        "step 2"
+    )
+    assert run_overview([], []) == "No step has been recorded yet."

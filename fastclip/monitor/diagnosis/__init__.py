@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Explain records: the causes of an event, the max_norm that fits a run, and a summary of where it stands."""
+"""Explanations of records: the causes of an event, a max_norm that fits a run, and an overview of the run."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From an event to where to look first: the data, then learning rate, warm-up and AMP, then the model.
+"""Diagnosis of an event: where to look first.
 
-The order is that of how often each is the reason, and of how fast it can be ruled out.
+The data come first, then learning rate, warm-up and AMP, then the model: the order of how often each is the
+cause, and of how fast it can be ruled out.
 """
 
 from __future__ import annotations
@@ -10,21 +11,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..record import SEVERITIES, Event, Record
-from .causes import Case, Finding, findings_of
+from .causes import find_causes
+from .findings import EventContext, Finding
 
-_REACH = 200  # steps before the event that are looked at
-# What is seen of a failure, rather than what leads to it, is explained by the rest.
+LOOKBACK = 200  # steps before the event that are examined
+# Kinds that show a failure rather than lead to it: the other events explain them.
 _SYMPTOMS = ("exception", "nonfinite", "loss_spike", "norm_spike", "norm_growth")
 
 
 @dataclass
 class Diagnosis:
-    """Why an event came.
+    """Why an event happened.
 
     Attributes:
         event: the event; None if there was none.
         findings: the likeliest cause first.
-        warnings: earlier events of the same run, the first first.
+        warnings: the events of the run shortly before, in the order of the steps.
     """
 
     event: Event | None
@@ -33,9 +35,7 @@ class Diagnosis:
 
     @property
     def cause(self) -> str:
-        """The first finding's cause: a word such as "nonfinite_batch" or "learning_rate"; "unknown"
-        without.
-        """
+        """The likeliest cause, a word such as "nonfinite_batch"; "unknown" if there are no findings."""
         return self.findings[0].cause if self.findings else "unknown"
 
     def __str__(self) -> str:
@@ -62,8 +62,8 @@ def diagnose(records: Mapping[int, Iterable[Record]], event: Event | None = None
     """Explain an event by the records before it.
 
     Args:
-        records: of each rank that is known, in the order of the steps.
-        event: by default :func:`worst_event` of all.
+        records: by rank, in the order of the steps; ranks may be missing.
+        event: the event to explain; by default the :func:`worst_event` of all.
 
     Returns:
         A :class:`Diagnosis`; its text is ``str(diagnosis)``.
@@ -74,27 +74,28 @@ def diagnose(records: Mapping[int, Iterable[Record]], event: Event | None = None
         event = worst_event(events)
     if event is None:
         return Diagnosis(None)
-    first, last = event.step - _REACH, event.step
+    first, last = event.step - LOOKBACK, event.step
     near = {rank: [r for r in its if first <= r.step <= last] for rank, its in listed.items()}
-    case = Case(
+    context = EventContext(
         event=event,
         records={rank: its for rank, its in near.items() if its},
         starts={rank: its[0] for rank, its in listed.items() if its},
         events=[e for e in events if first <= e.step <= last],
     )
-    warnings = [e for e in case.events if e.severity != "info" and e.step < event.step]
-    return Diagnosis(event, findings_of(case), warnings)
+    warnings = [e for e in context.events if e.severity != "info" and e.step < event.step]
+    return Diagnosis(event, find_causes(context), warnings)
 
 
 def worst_event(events: Iterable[Event], least: str = "warning") -> Event | None:
-    """The first of those with the highest severity, if that is `least` or more; of several in its step, the
-    symptom.
+    """Return the first event with the highest severity, or None if no severity reaches `least`.
+
+    Of several such events in one step it is the symptom, such as a NaN, rather than what led to it.
     """
     order = SEVERITIES.index
-    told = sorted((e for e in events if order(e.severity) >= order(least)), key=lambda e: e.step)
-    if not told:
+    severe = sorted((e for e in events if order(e.severity) >= order(least)), key=lambda e: e.step)
+    if not severe:
         return None
-    highest = max(order(e.severity) for e in told)
-    candidates = [e for e in told if order(e.severity) == highest]
+    highest = max(order(e.severity) for e in severe)
+    candidates = [e for e in severe if order(e.severity) == highest]
     same_step = [e for e in candidates if e.step == candidates[0].step]
     return next((e for kind in _SYMPTOMS for e in same_step if e.kind == kind), same_step[0])

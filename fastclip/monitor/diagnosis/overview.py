@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One screen that tells how a run is doing."""
+"""An overview of a run: one screen of text that shows how it is doing."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from ..record import Event, Record
 _EVENTS = 8
 
 
-def summarize(records: Sequence[Record], events: Sequence[Event]) -> str:
-    """A dozen lines of at most 100 characters. The records are those that are still kept, the last one
-    newest.
+def run_overview(records: Sequence[Record], events: Sequence[Event]) -> str:
+    """Return about a dozen lines of at most 100 characters each.
+
+    Args:
+        records: the records that the monitor still keeps, the newest last.
+        events: all events of the run, in the order of the steps.
     """
     if not records:
-        return "No step has been made yet."
+        return "No step has been recorded yet."
     last = records[-1]
     lines = [f"step {last.step}" + (f"   rank {last.rank}" if last.ranks else "")]
     rows = [_loss(records), _norm(records), _clipping(records), _steps(records), _scale(records)]
     rows += [_weights(records), _speed(records), _batch(last)]
     lines += [f"  {name:<12}{text}" for name, text in rows if text]
-    told = [event for event in events if event.severity != "info"]
-    counts = ", ".join(f"{kind} {n}" for kind, n in Counter(e.kind for e in told).most_common())
+    notable = [event for event in events if event.severity != "info"]
+    counts = ", ".join(f"{kind} {n}" for kind, n in Counter(e.kind for e in notable).most_common())
     lines.append(f"  {'events':<12}{counts or 'none'}")
-    lines += [f"    {event}" for event in told[-_EVENTS:]]
+    lines += [f"    {event}" for event in notable[-_EVENTS:]]
     return "\n".join(map(_shorten, lines))
 
 
@@ -44,7 +47,7 @@ def _loss(records: Sequence[Record]) -> tuple[str, str]:
     if not losses:
         return "loss", ""
     last = records[-1].loss
-    shown = "not given" if last is None else f"{last:.5g}"
+    shown = "not reported" if last is None else f"{last:.5g}"
     return "loss", f"{shown}   lowest {min(losses):.4g}   last 20 {_mean(losses[-20:]):.4g}"
 
 
@@ -59,7 +62,7 @@ def _norm(records: Sequence[Record]) -> tuple[str, str]:
     worst = records[-1].worst
     top = f"   largest: {worst[0].get('name')} {worst[0].get('norm', math.nan):.3g}" if worst else ""
     last = records[-1].total_norm
-    shown = "not known" if last is None else f"{last:.4g}"
+    shown = "unknown" if last is None else f"{last:.4g}"
     return "norm", f"{shown}   median {median(norms):.4g}   highest {max(norms):.4g}{top}"
 
 
@@ -67,7 +70,7 @@ def _clipping(records: Sequence[Record]) -> tuple[str, str]:
     flags = [r.clipped for r in records if r.clipped is not None]
     limit = records[-1].max_norm
     if not flags or limit is None:
-        return "clipping", "none: observed only" if limit is None else ""
+        return "clipping", "off: the gradients are only observed" if limit is None else ""
     coefficients = _finite([r.clip_coef for r in records if r.clipped])
     lowest = f"   down to {min(coefficients):.2g} of the norm" if coefficients else ""
     return "clipping", f"{sum(flags)} of {len(flags)} steps at max_norm {limit:.3g}{lowest}"
@@ -76,10 +79,10 @@ def _clipping(records: Sequence[Record]) -> tuple[str, str]:
 def _steps(records: Sequence[Record]) -> tuple[str, str]:
     last = records[-1]
     if not last.skipped_steps:
-        return "left out", "no step"
+        return "skipped", "no step"
     steps = "step" if last.skipped_steps == 1 else "steps"
     overflows = f", {last.overflows} of them by the loss scaler" if last.overflows else ""
-    return "left out", f"{last.skipped_steps} {steps}{overflows}"
+    return "skipped", f"{last.skipped_steps} {steps}{overflows}"
 
 
 def _scale(records: Sequence[Record]) -> tuple[str, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A max_norm that fits a run, from the norms that were seen."""
+"""Recommendation of a max_norm from the gradient norms of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import median
 from ..detectors.trailing_window import quantile
 from ..record import Event, Record
 
-_WINDOW = 2000  # steps at the end that count: norms fall for long, and old ones say little
+_WINDOW = 2000  # last steps that count: norms fall for long, and old ones say little
 _MINIMUM = 50
 _NEIGHBOURS = (0.5, 0.707, 1.0, 1.414, 2.0)
 _UNSTABLE = ("norm_growth", "norm_spike", "norm_drift", "loss_spike", "nonfinite")
@@ -19,18 +19,18 @@ _UNSTABLE = ("norm_growth", "norm_spike", "norm_drift", "loss_spike", "nonfinite
 
 @dataclass
 class Recommendation:
-    """What the norms of a run say of its max_norm.
+    """The recommended max_norm of a run, with the numbers behind it.
 
     Attributes:
-        max_norm: the proposal; None where there are too few norms.
-        quantiles: of the norm in the window, by share.
-        clipped: by limit, the share of steps in the window that it would have clipped, from their norms as
-            they were; other clipping would have changed them.
-        present: the limit that the run had, None without one.
-        warm_up: steps at the beginning that were left out.
-        steps: steps in the window.
-        events: unstable ones in the window.
-        reading: what it means, a sentence each.
+        max_norm: the proposal; None if there are too few norms.
+        quantiles: the quantiles of the norm in the window, by share.
+        clipped: by limit, the share of steps in the window that it would have clipped. It is computed from
+            the recorded norms, which other clipping would have changed.
+        present: the limit that the run had; None without one.
+        warm_up: how many steps at the start were ignored as warm-up.
+        steps: how many steps the window has.
+        events: the events of instability in the window.
+        reading: what the numbers mean, in sentences.
     """
 
     max_norm: float | None
@@ -47,22 +47,23 @@ class Recommendation:
         if self.max_norm is not None:
             lines.append(f"max_norm {self.max_norm:.3g}")
             lines.append(f"from {self.steps} steps, after {self.warm_up} steps of warm-up")
-            told = ", ".join(f"{q:.0%} {value:.3g}" for q, value in self.quantiles.items())
-            lines.append(f"norms: {told}")
+            quantiles = ", ".join(f"{q:.0%} {value:.3g}" for q, value in self.quantiles.items())
+            lines.append(f"norms: {quantiles}")
             for limit, share in self.clipped.items():
-                here = " (present)" if limit == self.present else " (proposed)" * (limit == self.max_norm)
-                lines.append(f"  {limit:<8.3g} would have clipped {share:.1%} of them{here}")
+                note = " (current)" if limit == self.present else " (proposed)" * (limit == self.max_norm)
+                lines.append(f"  {limit:<8.3g} would have clipped {share:.1%} of them{note}")
         return "\n".join([*lines, *self.reading])
 
 
 def recommend(records: Sequence[Record], window_steps: int = _WINDOW) -> Recommendation:
-    """Propose a max_norm: the 95th percentile of the norm in the last steps without warm-up, and no more than
-    the next lower value of 1, 2, 5, 10 ... when unstable events persist at the present limit: in two steps at
-    least.
+    """Propose a max_norm for a run.
+
+    It is the 95th percentile of the norm in the last steps after warm-up. If events of instability persist at
+    the current limit, in two steps or more, it is at most the next lower value of 1, 2, 5, 10 ...
 
     Args:
-        records: of one rank, in the order of the steps; those without a finite norm say nothing of its size.
-        window_steps: how many at the end count.
+        records: the records of one rank, in the order of the steps; those without a finite norm are ignored.
+        window_steps: how many of the last steps count.
     """
     known = [r for r in records if r.has_finite_norm]
     start = warm_up_steps(known)
@@ -75,7 +76,7 @@ def recommend(records: Sequence[Record], window_steps: int = _WINDOW) -> Recomme
         return Recommendation(None, present=present, warm_up=start, steps=len(window), reading=[reading])
     norms = sorted(r.total_norm for r in window if r.total_norm is not None)
     if norms[len(norms) // 2] <= 0:
-        reading = "Half of the gradient norms are 0: nothing is trained, or not in every step."
+        reading = "Half of the gradient norms are 0: nothing is being trained, or not in every step."
         return Recommendation(None, present=present, warm_up=start, steps=len(window), reading=[reading])
     quantiles = {q: quantile(norms, q) for q in (0.05, 0.5, 0.9, 0.95, 0.99, 1.0)}
     first = window[0].step
@@ -88,9 +89,9 @@ def recommend(records: Sequence[Record], window_steps: int = _WINDOW) -> Recomme
     if present is not None and present > 0:
         here = {r.step for r in window if r.max_norm == present}
         lower = len({e.step for e in events if e.step in here or e.kind == "nonfinite"}) > 1
-        lower = lower and proposal > _next_lower(present)
+        lower = lower and proposal > next_lower(present)
         if lower:
-            proposal = _next_lower(present)
+            proposal = next_lower(present)
     limits = {_round(proposal * factor) for factor in _NEIGHBOURS} | {proposal}
     limits |= {present} if present is not None else set()
     clipped = {limit: sum(n > limit for n in norms) / len(norms) for limit in sorted(limits)}
@@ -100,8 +101,10 @@ def recommend(records: Sequence[Record], window_steps: int = _WINDOW) -> Recomme
 
 
 def warm_up_steps(records: Sequence[Record]) -> int:
-    """How many records at the beginning belong to the warm-up: until the learning rate has reached 99 % of
-    its highest value, and the median norm of the next 100 steps is within twice that of all that follow.
+    """Return how many records at the start belong to the warm-up.
+
+    It ends when the learning rate has reached 99 % of its highest value, and the median norm of the next 100
+    steps is at most twice that of all that follow.
     """
     rates = [max((rate for rate in r.lr if math.isfinite(rate)), default=0.0) for r in records]
     highest = max(rates, default=0.0)
@@ -116,12 +119,12 @@ def warm_up_steps(records: Sequence[Record]) -> int:
 
 
 def _round(limit: float) -> float:
-    """To two digits: a third one would pretend to a precision that no quantile has."""
+    """Round to two digits: a third one would pretend to a precision that no quantile has."""
     return float(f"{limit:.2g}")
 
 
-def _next_lower(limit: float) -> float:
-    """The largest of 1, 2, 5, 10 ... and 0.5, 0.2, 0.1 ... below the limit."""
+def next_lower(limit: float) -> float:
+    """Return the largest of 1, 2, 5, 10 ... and 0.5, 0.2, 0.1 ... below the limit."""
     power = 10.0 ** math.floor(math.log10(limit)) if limit > 0 else 1.0
     candidates = [_round(power * digit) for digit in (0.5, 1.0, 2.0, 5.0)]
     return max((c for c in candidates if c < limit), default=limit / 2)
@@ -134,7 +137,7 @@ def _read(result: Recommendation, window: Sequence[Record], lower: bool) -> list
     share = sum(flags) / len(flags) if flags else 0.0
     if high < 0.5:
         reading.append(
-            f"The norms lie mostly below 0.5 (95 % below {high:.2g}): a max_norm of 1 hardly ever acts."
+            f"The norms are mostly below 0.5 (95 % below {high:.2g}): a max_norm of 1 hardly ever clips."
         )
     if high >= 10:
         reading.append(
@@ -143,11 +146,11 @@ def _read(result: Recommendation, window: Sequence[Record], lower: bool) -> list
         )
     if share > 0.9:
         reading.append(
-            f"{share:.0%} of the steps were clipped: the limit sets the size of every step. Look at the "
-            "learning rate, then the data, then the model, before max_norm."
+            f"{share:.0%} of the steps were clipped: the limit sets the size of every step. Check the "
+            "learning rate, then the data, then the model, before changing max_norm."
         )
     if result.events:
-        text = f"{len(result.events)} unstable events in these steps, the last: {result.events[-1]}."
+        text = f"{len(result.events)} events of instability in these steps, the last: {result.events[-1]}."
         if lower:
             text += f" They persist at max_norm {result.present:g}: the next lower value is proposed."
         reading.append(text)
