@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m benchmarks`: one run that measures, judges and prints everything in one process."""
+"""`python -m benchmarks`: one run that measures, checks the bars and prints all tables in one process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
+from fastclip.bench.clip_rows import ClipRow, compare_workload
 from fastclip.bench.machine import is_busy
-from fastclip.bench.timing import Bandwidth, Times
+from fastclip.bench.timing import Bandwidth, PairedTimes
 from fastclip.bench.workloads import DTYPES, SMOKE, WORKLOADS
 
-from . import bars, compiled, machine, overhead, phases, report, rows
-from .bars import Verdict
-from .compiled import Comparison
+from . import bars, compiled, embeddings, grids, overhead, phases, provenance
+from .bars import BarCheck
+from .compiled import CompiledRow
 from .phases import PhaseRow
-from .rows import Row
 
 TABLES = ("clip", "embedding", "phase", "compiled", "overhead")
 
@@ -33,59 +33,76 @@ _BUSY = "OTHER PROCESSES WERE RUNNING (see load): neither a bar reached nor a ba
 
 @dataclass
 class Results:
-    """All that one run found. What was not asked for is empty."""
+    """The results of one run; a table that was not requested is empty."""
 
-    clip: list[Row] = field(default_factory=list)
-    embedding: list[Row] = field(default_factory=list)
+    clip: list[ClipRow] = field(default_factory=list)
+    embedding: list[ClipRow] = field(default_factory=list)
     phase: list[PhaseRow] = field(default_factory=list)
-    compiled: list[Comparison] = field(default_factory=list)
-    host: dict[int, tuple[Times, Times]] = field(default_factory=dict)
+    compiled: list[CompiledRow] = field(default_factory=list)
+    host: dict[int, PairedTimes] = field(default_factory=dict)
     memory: dict[str, list[int | None]] = field(default_factory=dict)
-    memory_verdicts: list[Verdict] = field(default_factory=list)
     import_ms: float | None = None
-    import_verdicts: list[Verdict] = field(default_factory=list)
+
+    def checks(self) -> Iterator[BarCheck]:
+        """Yield the check of every bar."""
+        for row in self.clip:
+            yield from bars.check_clip(row)
+        for row in self.embedding:
+            yield from bars.check_embedding(row)
+        for phase_row in self.phase:
+            yield from bars.check_phase(phase_row)
+        if self.import_ms is not None:
+            yield from bars.check_memory(self.memory["fastclip"], overhead.MEGABYTES)
+            yield bars.check_import(self.import_ms)
 
     @property
     def all_reached(self) -> bool:
-        verdicts = [v for row in (*self.clip, *self.embedding, *self.phase) for v in row.verdicts]
-        return all(v.reached for v in verdicts + self.memory_verdicts + self.import_verdicts)
+        return all(check.reached for check in self.checks())
 
     @property
     def parity_failed(self) -> bool:
         return any(row.failed for row in (*self.clip, *self.embedding, *self.phase))
 
     def summary(self) -> dict[str, object]:
-        """For the JSON file. First and second of a row: torch and fastclip; embedding: dense and zero."""
+        """Return what the JSON file has.
+
+        The first and second times of a row are torch's and fastclip's; of an embedding, dense and zero.
+        """
         return {
             "smoke": SMOKE,
-            "clip": [row.summary() for row in self.clip],
-            "embedding": [row.summary() for row in self.embedding],
-            "phase": [row.summary() for row in self.phase],
-            "compiled": [
-                {"what": c.what, "torch": c.torch.summary(), "fastclip": c.fastclip.summary()}
-                for c in self.compiled
-            ],
-            "host": {n: {"torch": a.summary(), "fastclip": b.summary()} for n, (a, b) in self.host.items()},
+            "clip": [_with_bars(row, bars.check_clip(row)) for row in self.clip],
+            "embedding": [_with_bars(row, bars.check_embedding(row)) for row in self.embedding],
+            "phase": [_with_bars(row, bars.check_phase(row)) for row in self.phase],
+            "compiled": [{"what": row.what, **_torch_and_fastclip(row.times)} for row in self.compiled],
+            "host": {count: _torch_and_fastclip(times) for count, times in self.host.items()},
             "peak_memory_bytes": {"gradient_mebibytes": overhead.MEGABYTES, **self.memory},
             "import_ms": self.import_ms,
             "all_bars_reached": self.all_reached,
         }
 
 
+def _with_bars(row: ClipRow | PhaseRow, checks: list[BarCheck]) -> dict[str, object]:
+    return {**row.summary(), "bars": {check.text: check.reached for check in checks}}
+
+
+def _torch_and_fastclip(times: PairedTimes) -> dict[str, object]:
+    return {"torch": times.first.summary(), "fastclip": times.second.summary()}
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks", description="Measure torch's clip_grad_norm_ and fastclip's in turns."
+        "python -m benchmarks", description="Time torch's clip_grad_norm_ and fastclip's in turns."
     )
     for option, choices, default in (
         ("--workload", tuple(WORKLOADS), "all"),
-        ("--dtype", DTYPES, "those named by each workload"),
+        ("--dtype", DTYPES, "those of each workload"),
         ("--tables", TABLES, "all"),
     ):
         text = f"any of {', '.join(choices)} (default: {default})"
         parser.add_argument(option, nargs="+", choices=choices, metavar="NAME", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     parser.add_argument("--markdown", action="store_true", help="print the tables as markdown")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a bar was not reached")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 if a bar was missed")
     return parser.parse_args()
 
 
@@ -96,15 +113,10 @@ def _progress(items: Iterable[_T], what: str) -> Iterator[_T]:
 def _measure_overhead(results: Results) -> None:
     for count in _progress(overhead.TENSOR_COUNTS, "host cost"):
         results.host[count] = overhead.host_cost(count)
-    for provider, size in _progress(
-        itertools.product(overhead.MEMORY_PROVIDERS, overhead.MEGABYTES), "memory"
-    ):
-        results.memory.setdefault(provider, []).append(overhead.peak_memory(provider, size))
-    for size, added in zip(overhead.MEGABYTES, results.memory["fastclip"], strict=True):
-        if added is not None:
-            results.memory_verdicts.append(bars.judge_memory(added, size))
+    cases = itertools.product(overhead.MEMORY_IMPLEMENTATIONS, overhead.MEGABYTES)
+    for name, size in _progress(cases, "memory"):
+        results.memory.setdefault(name, []).append(overhead.peak_memory(name, size))
     results.import_ms = overhead.import_ms()
-    results.import_verdicts = [bars.judge_import(results.import_ms)]
 
 
 def _measure(options: argparse.Namespace) -> Results:
@@ -115,10 +127,10 @@ def _measure(options: argparse.Namespace) -> Results:
         workloads = [WORKLOADS[name] for name in options.workload or WORKLOADS]
         cases = [(workload, dtype) for workload in workloads for dtype in options.dtype or workload.dtypes]
         for workload, dtype in _progress(cases, "clip"):
-            results.clip += rows.measure(workload, dtype, bandwidth)
+            results.clip += compare_workload(workload, dtype, bandwidth)
     if "embedding" in tables:
         for dtype in _progress(options.dtype or DTYPES, "embedding"):
-            results.embedding += rows.compare_embeddings(dtype)
+            results.embedding += embeddings.compare(dtype)
     if "phase" in tables:
         for setting in _progress(phases.settings(), "phase"):
             results.phase.append(phases.measure(setting))
@@ -131,37 +143,36 @@ def _measure(options: argparse.Namespace) -> Results:
     return results
 
 
-def _grids(results: Results) -> list[report.Grid]:
-    grids = []
+def _grids(results: Results) -> list[grids.Grid]:
+    found = []
     if results.clip:
-        grids.append(report.clip_grid(results.clip))
+        found.append(grids.clip_grid(results.clip))
     if results.embedding:
-        grids.append(report.embedding_grid(results.embedding))
+        found.append(grids.embedding_grid(results.embedding))
     if results.phase:
-        grids.append(report.phase_grid(results.phase))
+        found.append(grids.phase_grid(results.phase))
     if results.compiled:
-        grids.append(report.compiled_grid(results.compiled))
-    if results.host:
-        grids.append(report.host_grid(results.host))
-        grids.append(report.memory_grid(results.memory, results.memory_verdicts))
-        verdict = results.import_verdicts[0]
-        grids[-1].notes.append(
-            f"import fastclip after import torch: {results.import_ms:.1f} ms, bar {verdict.text}"
-        )
+        found.append(grids.compiled_grid(results.compiled))
+    if results.import_ms is not None:
+        found.append(grids.host_grid(results.host))
+        found.append(grids.memory_grid(results.memory))
+        check = bars.check_import(results.import_ms)
+        note = f"import fastclip after import torch: {results.import_ms:.1f} ms, bar {check.text}"
+        found[-1].notes.append(note)
     if SMOKE:
-        grids[0].title += " (SMOKE SIZES: the figures mean nothing)"
-    return grids
+        found[0].title += " (SMOKE SIZES: the figures mean nothing)"
+    return found
 
 
 def main() -> int:
-    """Returns the exit status: 1 if a result was wrong, or, with --strict, if a bar was not reached."""
+    """Run the benchmarks; return 1 if a result was wrong or, with --strict, if a bar was missed."""
     options = _parse()
-    before, busy = machine.describe(), is_busy()
+    before, busy = provenance.describe(), is_busy()
     results = _measure(options)
-    grids = _grids(results)
+    tables = _grids(results)
     if busy:
-        grids[0].notes.insert(0, _BUSY)
-    report.show(grids, before, options.markdown)
+        tables[0].notes.insert(0, _BUSY)
+    grids.show(tables, before, options.markdown)
     if options.json:
         text = json.dumps({"machine": before, "busy": busy, **results.summary()}, indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the figures must reach. Set for 2 cores with AVX-512; printed beside every figure they judge."""
+"""The bars: what the figures must reach on 2 cores with AVX-512. Each is printed beside its figure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from fastclip.bench.clip_rows import ClipRow
+from fastclip.bench.workloads import SMOKE
+
+from .phases import PhaseRow
 
 # (workload, dtype, clipped) -> torch's time over fastclip's.
 RATIO: dict[tuple[str, str, bool], float] = {
@@ -24,18 +30,18 @@ RATIO: dict[tuple[str, str, bool], float] = {
 # (workload, dtype, clipped) -> share of the read bandwidth measured beside it.
 READ_SHARE: dict[tuple[str, str, bool], float] = {("gpt2_124m", "float32", False): 0.80}
 
-# Time for the embedding gradient of which 99 % is zero over the time for a dense one: no slower. Two
+# The time for an embedding's gradient with 99 % zero rows over the time for a dense one: no slower. Two
 # measurements of the very same thing differ by a few percent, hence the allowance.
 ZERO_OVER_DENSE = 1.0
 ZERO_OVER_DENSE_ALLOWANCE = 0.05
 
-# (workload, dtype, fused, scaled, clipped) -> the same for the whole phase of the optimizer.
+# (workload, dtype, fused, scaled, clipped) -> the ratio of the times of the whole optimizer phase.
 PHASE: dict[tuple[str, str, bool, bool, bool], float] = {
     ("gpt2_124m", "float32", True, False, False): 1.25,
     ("gpt2_124m", "float32", True, True, False): 1.5,
 }
 
-# Peak memory that a call adds, as a share of the gradients' bytes. The table of chunks takes 0.02 %.
+# Peak memory added by a call, as a share of the gradients' bytes. The table of chunks takes 0.02 %.
 PEAK_MEMORY_SHARE = 0.01
 
 # `import fastclip` after `import torch`.
@@ -43,45 +49,61 @@ IMPORT_MS = 50.0
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One bar held against what was measured. `text` is what the table prints."""
+class BarCheck:
+    """The comparison of a figure with its bar; the table prints the text."""
 
     reached: bool
     text: str
 
 
-def judge_ratio(case: tuple[str, str, bool], ratio: float, read_share: float | None) -> list[Verdict]:
-    """The bars of one row of the main table; none for most."""
-    verdicts = []
+def check_clip(row: ClipRow) -> list[BarCheck]:
+    """Return the checks of a row of the main table; most rows have no bar."""
+    checks: list[BarCheck] = []
+    if SMOKE or row.ratio is None:
+        return checks
+    case = row.workload, row.dtype, row.clipped
     if (bar := RATIO.get(case)) is not None:
-        verdicts.append(_verdict(ratio >= bar, f"{bar:.1f}x"))
-    if (bar := READ_SHARE.get(case)) is not None and read_share is not None:
-        verdicts.append(_verdict(read_share >= bar, f"{bar:.0%}"))
-    return verdicts
+        checks.append(_check(row.ratio >= bar, f"{bar:.1f}x"))
+    if (bar := READ_SHARE.get(case)) is not None and row.share_of_limit is not None:
+        checks.append(_check(row.share_of_limit >= bar, f"{bar:.0%}"))
+    return checks
 
 
-def judge_phase(case: tuple[str, str, bool, bool, bool], ratio: float) -> list[Verdict]:
-    """The bar of a row of the optimizer's phase; none for most."""
-    bar = PHASE.get(case)
-    return [] if bar is None else [_verdict(ratio >= bar, f"{bar:.2f}x")]
-
-
-def judge_zero_rows(zero_over_dense: float) -> Verdict:
-    """The bar of the embedding comparison."""
+def check_embedding(row: ClipRow) -> list[BarCheck]:
+    """Return the check of a row of the embedding comparison."""
+    if SMOKE or row.ratio is None:
+        return []
     limit = ZERO_OVER_DENSE + ZERO_OVER_DENSE_ALLOWANCE
-    return _verdict(zero_over_dense <= limit, f"<={ZERO_OVER_DENSE:.2f}")
+    return [_check(1 / row.ratio <= limit, f"<={ZERO_OVER_DENSE:.2f}")]
 
 
-def judge_memory(added: int, megabytes: int) -> Verdict:
-    """The bar of the memory that a call takes for so many MiB of gradients."""
-    share = added / (megabytes << 20)
-    return _verdict(share <= PEAK_MEMORY_SHARE, f"<={PEAK_MEMORY_SHARE:.0%} of {megabytes} MiB")
+def check_phase(row: PhaseRow) -> list[BarCheck]:
+    """Return the checks of a row of the optimizer phase; most rows have no bar."""
+    bar = PHASE.get(row.setting.case)
+    if SMOKE or row.ratio is None or bar is None:
+        return []
+    return [_check(row.ratio >= bar, f"{bar:.2f}x")]
 
 
-def judge_import(milliseconds: float) -> Verdict:
-    """The bar of the import."""
-    return _verdict(milliseconds <= IMPORT_MS, f"<={IMPORT_MS:.0f} ms")
+def check_memory(added: Sequence[int | None], megabytes: Sequence[int]) -> list[BarCheck]:
+    """Return the checks of the bytes that a call adds for each size of gradients in MiB.
+
+    Sizes whose memory could not be measured have no check.
+    """
+    return [
+        _check(
+            nbytes / (size << 20) <= PEAK_MEMORY_SHARE,
+            f"<={PEAK_MEMORY_SHARE:.0%} of {size} MiB",
+        )
+        for nbytes, size in zip(added, megabytes, strict=True)
+        if nbytes is not None
+    ]
 
 
-def _verdict(reached: bool, bar: str) -> Verdict:
-    return Verdict(reached, f"{bar} {'yes' if reached else 'NO'}")
+def check_import(milliseconds: float) -> BarCheck:
+    """Return the check of the import's time."""
+    return _check(milliseconds <= IMPORT_MS, f"<={IMPORT_MS:.0f} ms")
+
+
+def _check(reached: bool, bar: str) -> BarCheck:
+    return BarCheck(reached, f"{bar} {'yes' if reached else 'NO'}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m benchmarks.collectives`: what a clip of sharded gradients says to other processes, as a formula.
+"""`python -m benchmarks.collectives`: the collectives of a clip of sharded gradients, by a formula.
 
-Each process group over which gradients are sharded (one for each mesh dimension in use) gets one all_reduce,
-each further process group one more; for the largest element (inf) they are two. Nothing depends on how many
-elements the gradients have.
+Each process group over which gradients are sharded (one for each mesh dimension in use) costs one all_reduce,
+and so does each further process group; for norm_type inf it is two each. The number of elements has no
+influence.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _FLOAT64 = 8
-_HEADER = 3  # that the lists are the same
+_HEADER = 3  # checks that all processes pass the same list
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Sizes in float64 numbers of the all_reduces of one call, in their order."""
+class CollectiveCost:
+    """The all_reduces of one call, in order, each with its size in float64 numbers."""
 
     sizes: tuple[int, ...]
 
@@ -37,14 +37,16 @@ def _padded(count: int) -> int:
     return power
 
 
-def cost(rows: Sequence[int], world: int, is_extreme: bool = False, process_groups: int = 0) -> Cost:
-    """The all_reduces of a call that is not the first of its groups.
+def cost(
+    rows: Sequence[int], world: int, is_extreme: bool = False, process_groups: int = 0
+) -> CollectiveCost:
+    """Return the all_reduces of a call; the first call of a group makes more.
 
     Args:
-        rows: for each group of a mesh dimension, how many parameters are sharded on it.
-        world: processes in all; each tells how many NaN and Inf it saw.
-        is_extreme: for norm_type inf.
-        process_groups: further groups, as given to `process_group`.
+        rows: the number of sharded parameters for each mesh dimension.
+        world: the number of processes; each reports how many NaN and Inf it found.
+        is_extreme: whether norm_type is inf.
+        process_groups: the number of further groups, as given to `process_group`.
     """
     sizes: list[int] = []
     # A further group sums 3 numbers for each set of further groups that a parameter can belong to.
@@ -52,7 +54,7 @@ def cost(rows: Sequence[int], world: int, is_extreme: bool = False, process_grou
         if is_extreme:
             sizes.append(_padded(count))
         sizes.append(_padded(_HEADER + world + count * (2 if is_extreme else 3)))
-    return Cost(tuple(sizes))
+    return CollectiveCost(tuple(sizes))
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.compile: torch's clipping compiled as a rival, and whole compiled steps with either in them."""
+"""torch.compile: torch's clipping compiled against fastclip's, and whole compiled steps with either."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fastclip
-from fastclip.bench.timing import CALLS_IN_CACHE, Times, alternate
-from fastclip.bench.workloads import SMOKE, WORKLOADS, Gradients
+from fastclip.bench.timing import CALLS_IN_CACHE, PairedTimes, take_turns
+from fastclip.bench.workloads import SMOKE, WORKLOADS, RestorableGradients
 
 WORKLOADS_TO_COMPILE = ("mid_150", "one_1m")  # torch.compile unrolls the list of gradients
 DTYPES = ("float32", "bfloat16")
@@ -21,43 +22,38 @@ Clip = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Two calls timed in turns; the first is torch's, compiled."""
+class CompiledRow:
+    """A row of the table: torch compiled is first, fastclip second."""
 
     what: str
-    torch: Times
-    fastclip: Times
-
-    @property
-    def ratio(self) -> float:
-        return self.torch.median_ms / self.fastclip.median_ms
+    times: PairedTimes
 
 
-def _compile(function: Callable) -> Callable:
-    # At smoke size the path through the tracer is what is checked, not the code it generates.
+def compile_function(function: Callable) -> Callable:
+    """Return the function compiled by torch, after dropping what was compiled before.
+
+    Without the reset, the ninth compilation of one function would silently run eagerly. At smoke size the
+    path through the tracer is tested, not the generated code.
+    """
+    torch._dynamo.reset()
     return torch.compile(function, backend="eager" if SMOKE else "inductor")
 
 
-def _clipping(workload: str, dtype: str) -> list[Comparison]:
-    torch._dynamo.reset()
-    gradients = Gradients.of(WORKLOADS[workload], dtype)
-    theirs, ours = _compile(torch.nn.utils.clip_grad_norm_), _compile(fastclip.clip_grad_norm_)
-
-    def call(clip: Clip) -> Callable[[], Tensor]:
-        return lambda: clip(gradients.parameters, _MAX_NORM)
-
-    found = []
-    for name, clip in (("fastclip", fastclip.clip_grad_norm_), ("fastclip compiled", ours)):
-        first, second = call(theirs), call(clip)
-        for warm in (first, second):
-            warm()
-        times = alternate(first, second, gradients.restore, CALLS_IN_CACHE)
-        found.append(Comparison(f"{workload}, {dtype}, {name}", *times))
-    return found
+def _compare_clipping(workload: str, dtype: str) -> list[CompiledRow]:
+    gradients = RestorableGradients.of(WORKLOADS[workload], dtype)
+    torch_clip, compiled = map(compile_function, (torch.nn.utils.clip_grad_norm_, fastclip.clip_grad_norm_))
+    rows = []
+    for name, clip in (("fastclip", fastclip.clip_grad_norm_), ("fastclip compiled", compiled)):
+        calls = [functools.partial(c, gradients.parameters, _MAX_NORM) for c in (torch_clip, clip)]
+        for call in calls:
+            call()
+        times = take_turns(calls, gradients.restore, turn=CALLS_IN_CACHE)
+        rows.append(CompiledRow(f"{workload}, {dtype}, {name}", PairedTimes(*times)))
+    return rows
 
 
-def _step(clip: Clip) -> Callable[[], Tensor]:
-    """A training step of a small model, as one compiled function."""
+def _compiled_step(clip: Clip) -> Callable[[], Tensor]:
+    """Return a training step of a small model, compiled as one function."""
     torch.manual_seed(0)
     width, layers = (32, 2) if SMOKE else (256, 8)
     blocks = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(layers)]
@@ -73,20 +69,21 @@ def _step(clip: Clip) -> Callable[[], Tensor]:
         optimizer.step()
         return loss.detach()
 
-    return _compile(step)
+    return compile_function(step)
 
 
-def compare_clipping(dtype: str) -> list[Comparison]:
-    """torch's clipping compiled against fastclip's, as it is and compiled. Compiling takes the most time."""
-    return [c for workload in WORKLOADS_TO_COMPILE for c in _clipping(workload, dtype)]
+def compare_clipping(dtype: str) -> list[CompiledRow]:
+    """Compare torch's compiled clipping with fastclip's, plain and compiled.
+
+    Compiling takes most of the time.
+    """
+    return [row for workload in WORKLOADS_TO_COMPILE for row in _compare_clipping(workload, dtype)]
 
 
-def compare_steps() -> Comparison:
-    """A whole compiled step with torch's clipping in it against the same with fastclip's."""
-    torch._dynamo.reset()
-    theirs, ours = _step(torch.nn.utils.clip_grad_norm_), _step(fastclip.clip_grad_norm_)
+def compare_steps() -> CompiledRow:
+    """Compare a whole compiled step that clips with torch with the same step that clips with fastclip."""
+    steps = [_compiled_step(clip) for clip in (torch.nn.utils.clip_grad_norm_, fastclip.clip_grad_norm_)]
     for _ in range(3):
-        theirs()
-        ours()
-    times = alternate(theirs, ours, lambda: None, CALLS_IN_CACHE)
-    return Comparison("a whole compiled step", *times)
+        for step in steps:
+            step()
+    return CompiledRow("a whole compiled step", PairedTimes(*take_turns(steps, turn=CALLS_IN_CACHE)))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the monitor costs: `python -m benchmarks.monitoring`.
+"""`python -m benchmarks.monitoring`: what the monitor adds to a training step.
 
-The demo's language model is trained several times at once, one step of each in turn: with torch's clipping,
-with an attached optimizer alone, and with the monitor. Every training starts with the same weights and sees
-the same batches. What a training costs more is the difference of the same step in both. Steps in which the
-monitor samples something cost more than others: each kind of step has its own median, and a training's time
-is their mean, weighted by how often each kind comes.
+The demo's language model is trained several times at once, one step of each training in turn: with torch's
+clipping, with an attached optimizer alone, and with the monitor. All trainings start with the same weights
+and see the same batches. The overhead of a training is the difference from the same step of its base. Steps
+in which the monitor samples something take longer than others: each kind of step has its own median, and a
+training's time is their mean, weighted by how often each kind occurs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastclip.bench.workloads import SMOKE
 from fastclip.demo.character_model import FULL, QUICK, CharacterModel, Corpus
 from fastclip.monitor.measure.weights import EARLY, is_due
 
-from . import machine
+from . import provenance
 
 MAX_NORM = 1.5  # as in the demo
 STEPS = 4 if SMOKE else 300
@@ -36,8 +36,8 @@ ACTIVATIONS, INCIDENTS = "monitor, activations each 10 steps", "monitor, inciden
 BARS = {MONITOR: 0.02, ACTIVATIONS: 0.05, INCIDENTS: 0.01}
 
 
-class Row(NamedTuple):
-    """One training: seconds of a step, and how much longer than another training, the base."""
+class TrainingCost(NamedTuple):
+    """The seconds of a step of one training, and the share that it adds to a step of its base."""
 
     name: str
     seconds: float
@@ -45,8 +45,8 @@ class Row(NamedTuple):
     base: str
 
 
-class Training:
-    """A model and its loop. `watch` makes a monitor, or none."""
+class TrainingLoop:
+    """A model, its optimizer and its loop; `watch` makes its monitor, if it has one."""
 
     def __init__(
         self, corpus: Corpus, watch: Callable[..., Any] | None, clips_by_torch: bool = False
@@ -75,7 +75,10 @@ class Training:
 
 
 def average(seconds: Sequence[float], first: int) -> float:
-    """Of a step, from the medians of each kind; without the steps before `first`, many of them sampled."""
+    """Return the mean seconds of a step from the medians of each kind, starting at step `first`.
+
+    Many of the steps before it are sampled.
+    """
     kinds: dict[tuple[bool, bool], list[float]] = {}
     for step in range(first, len(seconds)):
         kind = is_due(step, ACTIVATIONS_EVERY), is_due(step, WEIGHTS_EVERY)
@@ -84,7 +87,9 @@ def average(seconds: Sequence[float], first: int) -> float:
     return sum(median(times) * len(times) for times in kinds.values()) / count
 
 
-def trainings(corpus: Corpus, log_dir: str) -> dict[str, Training]:
+def trainings(corpus: Corpus, log_dir: str) -> dict[str, TrainingLoop]:
+    """Return the trainings to compare by name."""
+
     def watch(**options: Any) -> Callable[..., Any]:
         return lambda model, optimizer: fastclip.Monitor(
             model, optimizer, max_norm=MAX_NORM, weights_every=WEIGHTS_EVERY, **options
@@ -92,16 +97,16 @@ def trainings(corpus: Corpus, log_dir: str) -> dict[str, Training]:
 
     activations = {"activations": "leaf", "activations_every": ACTIVATIONS_EVERY}
     return {
-        "torch.nn.utils.clip_grad_norm_": Training(corpus, None, clips_by_torch=True),
-        BASE: Training(corpus, None),
-        MONITOR: Training(corpus, watch(log_dir=log_dir)),
-        ACTIVATIONS: Training(corpus, watch(log_dir=log_dir + "/2", **activations)),
-        INCIDENTS: Training(corpus, watch(log_dir=log_dir + "/3", incidents=log_dir + "/incidents")),
+        "torch.nn.utils.clip_grad_norm_": TrainingLoop(corpus, None, clips_by_torch=True),
+        BASE: TrainingLoop(corpus, None),
+        MONITOR: TrainingLoop(corpus, watch(log_dir=log_dir)),
+        ACTIVATIONS: TrainingLoop(corpus, watch(log_dir=log_dir + "/2", **activations)),
+        INCIDENTS: TrainingLoop(corpus, watch(log_dir=log_dir + "/3", incidents=log_dir + "/incidents")),
     }
 
 
-def measure(steps: int = STEPS) -> list[Row]:
-    """One step of each training in turn, the first of them another one each time."""
+def measure(steps: int = STEPS) -> list[TrainingCost]:
+    """Make one step of each training in turn, starting with another training each time."""
     logging.getLogger("fastclip.monitor").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as log_dir:
         corpus = Corpus(QUICK if SMOKE else FULL, 0)
@@ -115,10 +120,10 @@ def measure(steps: int = STEPS) -> list[Row]:
         rows = []
         for name, run in runs.items():
             base = MONITOR if name == INCIDENTS else BASE
-            # Of the same step, made right before or after: what drifts on the machine cancels out.
-            more = [mine - its for mine, its in zip(run.times, runs[base].times, strict=True)]
-            overhead = average(more, first) / average(runs[base].times, first)
-            rows.append(Row(name, average(run.times, first), overhead, base))
+            # Differences of the same step, made right before or after: drift of the machine cancels out.
+            added = [mine - its for mine, its in zip(run.times, runs[base].times, strict=True)]
+            overhead = average(added, first) / average(runs[base].times, first)
+            rows.append(TrainingCost(name, average(run.times, first), overhead, base))
         for run in runs.values():
             if run.monitor is not None:
                 run.monitor.close()
@@ -129,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
-    print("\n".join(f"{key}: {value}" for key, value in machine.describe().items()))
+    print("\n".join(f"{key}: {value}" for key, value in provenance.describe().items()))
     print("| training | ms a step | beside | | bar |\n|---|---|---|---|---|")
     for row in measure(options.steps):
         bar = f"{BARS[row.name]:.0%}" if row.name in BARS else ""

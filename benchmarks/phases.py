@@ -1,35 +1,33 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The whole phase of the optimizer: unscaling, clipping, the step; torch's way and with fastclip attached."""
+"""The optimizer phase: unscaling, clipping and the step, torch's way and with fastclip attached."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import fastclip
 from fastclip.bench import parity
+from fastclip.bench.clip_rows import TimedRow, max_norm_of
 from fastclip.bench.machine import available_memory
-from fastclip.bench.rows import limit_of
-from fastclip.bench.timing import Times, alternate
-from fastclip.bench.workloads import SMOKE, WORKLOADS, Gradients
+from fastclip.bench.timing import Call, PairedTimes, take_turns
+from fastclip.bench.workloads import CPU, WORKLOADS, RestorableGradients, Workload
 
-from . import bars
-from .bars import Verdict
+# Of the gradients' bytes: gradients, their copy, parameters, and two averages of each of two optimizers.
+COPIES = 7
 
 _LR = 1e-3
 _SCALE = 2.0**10
-# Gradients, their copy, parameters, and the two averages of each of two optimizers.
-_COPIES = 7
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One line of the table. Scaled: gradients of a loss that a GradScaler has scaled, in float32."""
+class PhaseSetting:
+    """What one row measures. If scaled, a GradScaler has scaled the loss, and the gradients with it."""
 
-    workload: str
+    workload: Workload
     dtype: str
     fused: bool
     scaled: bool
@@ -37,7 +35,13 @@ class Setting:
 
     @property
     def case(self) -> tuple[str, str, bool, bool, bool]:
-        return self.workload, self.dtype, self.fused, self.scaled, self.clipped
+        """The key of this setting's bar."""
+        return self.workload.name, self.dtype, self.fused, self.scaled, self.clipped
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the gradients."""
+        return self.workload.nbytes(self.dtype)
 
     @property
     def optimizer(self) -> str:
@@ -45,12 +49,12 @@ class Setting:
 
     @property
     def torch_passes(self) -> str:
-        """What torch does to the gradients, call by call: R reads them, W writes them."""
+        """The passes of torch's calls over the gradients: R reads them, W writes them."""
         return "RW R RW R" if self.scaled else "R RW R"
 
     @property
     def fastclip_passes(self) -> str:
-        """The same. A fused kernel that is given a grad_scale writes what it has divided."""
+        """The passes of fastclip. A fused kernel that gets a grad_scale writes the divided gradients."""
         changed = self.scaled or self.clipped
         if self.fused:
             return "R RW" if changed else "R R"
@@ -58,70 +62,58 @@ class Setting:
 
 
 def bytes_moved(passes: str, nbytes: int) -> int:
-    """At least, with the step: it reads and writes the parameters and both averages too."""
+    """Return the least bytes that move; the step also reads and writes parameters and both averages."""
     return nbytes * (len(passes.replace(" ", "")) + 6)
 
 
 @dataclass
-class PhaseRow:
-    """One setting, measured. Without `times` the note says why."""
+class PhaseRow(TimedRow):
+    """The times of one setting: torch's first, fastclip's second."""
 
-    setting: Setting
-    nbytes: int
-    note: str = ""
-    failed: bool = False
-    times: tuple[Times, Times] | None = None  # torch, fastclip
-    verdicts: list[Verdict] = field(default_factory=list)
-
-    @property
-    def ratio(self) -> float | None:
-        return self.times[0].median_ms / self.times[1].median_ms if self.times else None
+    setting: PhaseSetting
 
     def summary(self) -> dict[str, object]:
-        """For the JSON file."""
+        """Return what the JSON file has of this row."""
         s = self.setting
         return {
-            "workload": s.workload,
+            "workload": s.workload.name,
             "dtype": s.dtype,
             "optimizer": s.optimizer,
             "scaled": s.scaled,
             "clipped": s.clipped,
             "note": self.note,
-            "torch": self.times[0].summary() if self.times else None,
-            "fastclip": self.times[1].summary() if self.times else None,
+            "torch": self.times.first.summary() if self.times else None,
+            "fastclip": self.times.second.summary() if self.times else None,
             "ratio": self.ratio,
             "torch_passes": s.torch_passes,
             "fastclip_passes": s.fastclip_passes,
-            "torch_bytes": bytes_moved(s.torch_passes, self.nbytes),
-            "fastclip_bytes": bytes_moved(s.fastclip_passes, self.nbytes),
-            "bars": {verdict.text: verdict.reached for verdict in self.verdicts},
+            "torch_bytes": bytes_moved(s.torch_passes, s.nbytes),
+            "fastclip_bytes": bytes_moved(s.fastclip_passes, s.nbytes),
         }
 
 
-def settings(names: tuple[str, ...] = ("gpt2_124m", "mid_150")) -> list[Setting]:
-    """float32 and bfloat16 without scaling; float32 with, as float16 autocast has it."""
+def settings(
+    workloads: Sequence[Workload] = (WORKLOADS["gpt2_124m"], WORKLOADS["mid_150"]),
+) -> list[PhaseSetting]:
+    """Return float32 and bfloat16 without loss scaling, and float32 with it, as under float16 autocast."""
     return [
-        Setting(name, dtype, fused, scaled, clipped)
-        for name in names
+        PhaseSetting(workload, dtype, fused, scaled, clipped)
+        for workload in workloads
         for dtype, scaled in (("float32", False), ("bfloat16", False), ("float32", True))
         for fused in (True, False)
         for clipped in (False, True)
     ]
 
 
-class Phase:
-    """The two ways over the same parameters and gradients, each with an optimizer of its own.
+class OptimizerPhase:
+    """Both ways over the same parameters and gradients, each with an optimizer of its own."""
 
-    `saved` are the true gradients, `exact` their norm.
-    """
-
-    def __init__(
-        self, setting: Setting, parameters: Sequence[torch.nn.Parameter], saved: list[Tensor], exact: float
-    ) -> None:
+    def __init__(self, setting: PhaseSetting, gradients: RestorableGradients) -> None:
+        exact = parity.exact_norm(gradients.saved)
         self._setting = setting
-        self._parameters = parameters
-        self._saved = saved
-        self._max_norm = limit_of(exact, setting.clipped)
+        self._gradients = gradients
+        self._parameters = parameters = gradients.parameters
+        self._max_norm = max_norm_of(exact, setting.clipped)
         self._coef = min(1.0, self._max_norm / (exact + 1e-6))
         self._torch = self._make_optimizer()
         self._attached = self._make_optimizer()
@@ -138,7 +130,7 @@ class Phase:
         return torch.optim.AdamW(self._parameters, lr=_LR, **chosen)
 
     def torch_call(self) -> None:
-        """As torch's documentation has it."""
+        """Unscale, clip and step as in torch's documentation."""
         scaler, optimizer = self._torch_scaler, self._torch
         if self._setting.scaled:
             scaler.unscale_(optimizer)
@@ -147,32 +139,32 @@ class Phase:
         scaler.update()
 
     def fastclip_call(self) -> None:
+        """Step with the attached optimizer, which unscales and clips."""
         self._scaler.step(self._attached)
         self._scaler.update()
 
     def restore(self) -> None:
-        """Gradients as backward() leaves them: scaled, where there is a scaler."""
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        torch._foreach_copy_(grads, self._saved)
+        """Set the gradients as backward() leaves them: scaled, if there is loss scaling."""
+        self._gradients.restore()
         if self._setting.scaled:
-            torch._foreach_mul_(grads, _SCALE)
+            torch._foreach_mul_(self._gradients.grads, _SCALE)
 
     def prepare(self) -> None:
-        """Before every call; not timed."""
+        """Restore the gradients that a call changes; run before every call, outside the time."""
         if self._setting.scaled or self._setting.clipped:
             self.restore()
 
     def check(self) -> None:
-        """The first step of fastclip: its first averages are 0.1 of the clipped, true gradients.
+        """Make fastclip's first step and check its averages: they are 0.1 of the clipped true gradients.
 
         Raises:
-            ParityError: they are not, or the step was left out.
+            ParityError: they are not, or the step was skipped.
         """
         self.restore()
         self.fastclip_call()
         if self._handle.last_step_applied is not True:
             raise parity.ParityError("the step was not applied")
-        for parameter, saved in zip(self._parameters, self._saved, strict=True):
+        for parameter, saved in zip(self._parameters, self._gradients.saved, strict=True):
             average: Tensor = self._attached.state[parameter]["exp_avg"]
             eps = torch.finfo(average.dtype).eps
             expected = (saved.float() * (0.1 * self._coef)).to(average)
@@ -181,25 +173,32 @@ class Phase:
         self.restore()
 
 
-def measure(setting: Setting) -> PhaseRow:
-    """One row, with parameters and averages of its own."""
-    workload = WORKLOADS[setting.workload]
-    row = PhaseRow(setting, workload.nbytes(setting.dtype))
-    if _COPIES * row.nbytes > available_memory():
-        row.note = "skipped: not enough memory"
-        return row
-    gradients = Gradients.of(workload, setting.dtype)
+def checked_phase(setting: PhaseSetting, device: torch.device = CPU) -> OptimizerPhase:
+    """Return a phase whose result was checked and whose optimizers have made their averages.
+
+    Raises:
+        ParityError: fastclip's step did not use the clipped gradients.
+    """
+    gradients = RestorableGradients.of(setting.workload, setting.dtype, device)
     for parameter in gradients.parameters:
         parameter.data.normal_(std=0.02)
-    exact = parity.exact_norm(gradients.saved)
-    phase = Phase(setting, gradients.parameters, gradients.saved, exact)
-    try:
-        phase.check()
-    except parity.ParityError as error:
-        row.note, row.failed = f"PARITY FAILED: {error}", True
+    phase = OptimizerPhase(setting, gradients)
+    phase.check()
+    phase.torch_call()
+    return phase
+
+
+def measure(setting: PhaseSetting) -> PhaseRow:
+    """Return the row of one setting."""
+    row = PhaseRow(setting)
+    if COPIES * setting.nbytes > available_memory():
+        row.note = "skipped: not enough memory"
         return row
-    phase.torch_call()  # makes its averages
-    row.times = alternate(phase.torch_call, phase.fastclip_call, phase.prepare)
-    if not SMOKE and row.ratio is not None:
-        row.verdicts = bars.judge_phase(setting.case, row.ratio)
+    try:
+        phase = checked_phase(setting)
+    except parity.ParityError as error:
+        row.fail(error)
+        return row
+    calls: tuple[Call, Call] = (phase.torch_call, phase.fastclip_call)
+    row.times = PairedTimes(*take_turns(calls, phase.prepare))
     return row

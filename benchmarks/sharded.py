@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m benchmarks.sharded`: DTensor gradients on gloo processes, torch against fastclip."""
+"""`python -m benchmarks.sharded`: the clip of DTensor gradients on gloo processes, torch against fastclip."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import functools
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,11 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastclip
+from fastclip.bench.timing import Call, take_turns
 from fastclip.bench.workloads import SMOKE
 
 BAR = 5.0
 COUNTS = (10, 20) if SMOKE else (400, 2000)
-_SIZE = 64  # elements of each shard: what is measured is the host's work and the collectives
+_SIZE = 64  # elements of each shard: few, so that the host's work and the collectives dominate
 _ROUNDS = 3 if SMOKE else 9
 _IN_A_ROW = 5
 
@@ -39,8 +39,8 @@ def _parameters(count: int) -> list[nn.Parameter]:
     return made
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """Of one call out of several in a row: nothing brings the processes into step before it."""
+def _seconds_in_a_row(call: Call) -> float:
+    """Return the mean seconds of several calls in a row; between them nothing synchronizes the processes."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(_IN_A_ROW):
@@ -54,17 +54,11 @@ def _serve(rank: int, world: int, store: str, results: str) -> None:
     lines = []
     for count in COUNTS:
         parameters = _parameters(count)
-        calls = {
-            "torch": lambda p=parameters: torch.nn.utils.clip_grad_norm_(p, 1e9),
-            "fastclip": lambda p=parameters: fastclip.clip_grad_norm_(p, 1e9),
-        }
-        norms = [float(getattr(n := call(), "full_tensor", lambda n=n: n)()) for call in calls.values()]
+        clips = (torch.nn.utils.clip_grad_norm_, fastclip.clip_grad_norm_)
+        calls = [functools.partial(clip, parameters, 1e9) for clip in clips]
+        norms = [float(getattr(n := call(), "full_tensor", lambda n=n: n)()) for call in calls]
         assert abs(norms[0] / norms[1] - 1) < 1e-4, norms
-        taken: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(_ROUNDS):
-            for name, call in calls.items():
-                taken[name].append(_seconds(call))
-        theirs, ours = (statistics.median(taken[name]) * 1e3 for name in calls)
+        theirs, ours = (t.median_ms for t in take_turns(calls, clock=_seconds_in_a_row, rounds=_ROUNDS))
         lines.append(f"{count} {theirs:.3f} {ours:.3f}")
     if rank == 0:
         Path(results).write_text("\n".join(lines))
@@ -73,7 +67,7 @@ def _serve(rank: int, world: int, store: str, results: str) -> None:
 
 
 def measure(world: int = 2) -> list[tuple[int, float, float]]:
-    """(number of parameters, torch's median ms, fastclip's) in turns on the first of `world` processes."""
+    """Return (number of parameters, torch's median ms, fastclip's median ms) of the first process."""
     with tempfile.TemporaryDirectory() as folder:
         store, results = Path(folder, "store"), Path(folder, "results")
         multiprocessing.spawn(_serve, (world, str(store), str(results)), nprocs=world)

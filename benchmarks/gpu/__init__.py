@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `make gpu-check` does on a machine with a GPU."""
+"""`make gpu-check`: build, tests and measurements on a machine with a GPU."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`make gpu-check`: builds, tests and measures on a machine with a GPU, and writes one report.
+"""`make gpu-check`: build, test and measure on a machine with a GPU, and write one report.
 
-Everything runs in the present Python environment and needs no network. Exit status: 0 where all tests passed
-and all bars were reached, 1 where a test failed, 2 where only a bar was missed, 3 where there is no GPU.
+Everything runs in the current Python environment and needs no network. Exit status: 0 if all tests passed and
+all bars were reached, 1 if a test failed, 2 if only a bar was missed, 3 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from pathlib import Path
 
 import torch
 
-from .. import machine
+from ..provenance import ROOT, commit
 
-ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FAILED, BAR_MISSED, NO_GPU = 1, 2, 3
 STEPS = ("tests", "memcheck", "racecheck", "benchmarks", "variants")
 
-# Builds that are compared with the one that is shipped: the names of macros in csrc/cuda/tuning.cuh.
+# Builds to compare with the shipped one, by macros of csrc/cuda/tuning.cuh.
 VARIANTS = {
     "as shipped": "",
     "2 loads in flight": "-DFASTCLIP_LOADS_IN_FLIGHT=2",
@@ -40,8 +39,8 @@ VARIANTS = {
 
 
 @dataclass
-class Step:
-    """What one part of the check printed, and whether it did what it should."""
+class CheckStep:
+    """The title and the output of one part of the check, and whether it passed."""
 
     title: str
     text: str
@@ -49,7 +48,7 @@ class Step:
 
 
 def run(*command: str, timeout: int = 1800, **environment: str) -> subprocess.CompletedProcess:
-    """A command in the project's root; its output, both streams together."""
+    """Run a command in the project's root and return its result, with both streams in stdout."""
     return subprocess.run(
         command,
         cwd=ROOT,
@@ -62,17 +61,18 @@ def run(*command: str, timeout: int = 1800, **environment: str) -> subprocess.Co
 
 
 def last_lines(text: str, count: int) -> str:
-    """The end of an output, where a tool says how it went."""
+    """Return the last lines of an output, where tools print their verdict."""
     return "\n".join(text.strip().splitlines()[-count:])
 
 
 def own_architecture() -> str:
+    """Return the compute capability of this GPU, such as 9.0."""
     major, minor = torch.cuda.get_device_capability()
     return f"{major}.{minor}"
 
 
-def build(flags: str = "", architecture: str | None = None) -> Step:
-    """Both libraries in place, the kernels for all GPUs or for one."""
+def build(flags: str = "", architecture: str | None = None) -> CheckStep:
+    """Build both libraries in place, with kernels for all GPUs or for one."""
     chosen = {"TORCH_CUDA_ARCH_LIST": architecture} if architecture else {}
     result = run(
         sys.executable,
@@ -81,36 +81,36 @@ def build(flags: str = "", architecture: str | None = None) -> Step:
         NVCC_APPEND_FLAGS=flags,
         **chosen,
     )
-    return Step("Build", last_lines(result.stdout, 3), result.returncode == 0)
+    return CheckStep("Build", last_lines(result.stdout, 3), result.returncode == 0)
 
 
-def tests() -> Step:
-    """Every test that needs a GPU."""
+def tests() -> CheckStep:
+    """Run every test that needs a GPU."""
     result = run(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests")
-    return Step("Tests marked gpu", last_lines(result.stdout, 40), result.returncode == 0)
+    return CheckStep("Tests marked gpu", last_lines(result.stdout, 40), result.returncode == 0)
 
 
-def sanitizer(tool: str) -> Step:
-    """compute-sanitizer over a run of every op, if it is here and knows this device."""
+def sanitizer(tool: str) -> CheckStep:
+    """Run every op under compute-sanitizer, if it is installed and supports this device."""
     title = f"compute-sanitizer {tool}"
     program = shutil.which("compute-sanitizer")
     if program is None:
-        return Step(title, "not installed")
+        return CheckStep(title, "not installed")
     command = (program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "benchmarks.gpu.small")
     result = run(*command, timeout=900)
     if "Device not supported" in result.stdout:
-        return Step(title, "refuses this device: " + last_lines(result.stdout, 3))
-    return Step(title, last_lines(result.stdout, 8), result.returncode == 0)
+        return CheckStep(title, "does not support this device: " + last_lines(result.stdout, 3))
+    return CheckStep(title, last_lines(result.stdout, 8), result.returncode == 0)
 
 
-def benchmarks() -> Step:
-    """The tables, in a process of their own. Exit status 2 tells a missed bar."""
+def benchmarks() -> CheckStep:
+    """Print the tables in a process of its own; a missed bar does not fail this step."""
     result = run(sys.executable, "-m", "benchmarks.gpu.tables", timeout=3000)
-    return Step("Benchmarks", result.stdout.strip(), result.returncode in (0, BAR_MISSED))
+    return CheckStep("Benchmarks", result.stdout.strip(), result.returncode in (0, BAR_MISSED))
 
 
-def variants() -> Step:
-    """Other builds of the kernels for this GPU alone; then the shipped one again."""
+def variants() -> CheckStep:
+    """Measure other builds of the kernels for this GPU alone, then restore the shipped build."""
     lines = []
     for name, flags in VARIANTS.items():
         made = build(flags, own_architecture())
@@ -119,11 +119,11 @@ def variants() -> Step:
             continue
         result = run(sys.executable, "-m", "benchmarks.gpu.tables", "--ops")
         lines.append(f"{name}: {last_lines(result.stdout, 1)}")
-    return Step("Variants of the build", "\n".join(lines), build().passed)
+    return CheckStep("Variants of the build", "\n".join(lines), build().passed)
 
 
 def head() -> str:
-    """GPU, driver, versions and commit."""
+    """Return a list of the GPU, driver, versions and commit."""
     gpu = torch.cuda.get_device_properties(0)
     query = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     driver = query.stdout.strip().splitlines()[0] if query.returncode == 0 else "unknown"
@@ -133,14 +133,14 @@ def head() -> str:
         "driver": driver,
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
         "python": sys.version.split()[0],
-        "commit": machine.commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
     return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 
-def report(steps: list[Step]) -> str:
-    """The whole file."""
+def report(steps: list[CheckStep]) -> str:
+    """Return the text of the report."""
     parts = [f"# fastclip on {torch.cuda.get_device_name(0)}\n\n{head()}"]
     for step in steps:
         verdict = "" if step.passed else " (FAILED)"
@@ -150,14 +150,17 @@ def report(steps: list[Step]) -> str:
 
 
 def main() -> int:
+    """Run the check, write its report, and return the exit status."""
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="default: all of them")
-    parser.add_argument("--output", type=Path, help="the report's file (default: in benchmarks/results)")
+    parser.add_argument(
+        "--steps", nargs="+", choices=STEPS, default=STEPS, help="parts of the check (default: all)"
+    )
+    parser.add_argument("--output", type=Path, help="the file of the report (default: in benchmarks/results)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu-check: no CUDA device here; nothing was built, tested or measured", file=sys.stderr)
         return NO_GPU
-    wanted: dict[str, Callable[[], Step]] = {
+    wanted: dict[str, Callable[[], CheckStep]] = {
         "tests": tests,
         "memcheck": lambda: sanitizer("memcheck"),
         "racecheck": lambda: sanitizer("racecheck"),

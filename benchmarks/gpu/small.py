@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every op once over small lists of all dtypes: what compute-sanitizer watches."""
+"""`python -m benchmarks.gpu.small`: every op once over small lists of all dtypes, for compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def main(device: str) -> int:
+    """Run every op; return the exit status."""
     generator = torch.Generator().manual_seed(0)
     grads = []
     for size in (0, 1, 7, 1000, 40_000, 131_072, 300_001):

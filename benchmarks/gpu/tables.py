@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m benchmarks.gpu.tables`: the measurements of gpu-check, printed as tables of Markdown."""
+"""`python -m benchmarks.gpu.tables`: the measurements of gpu-check, printed as Markdown tables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from fastclip.bench.workloads import SMOKE
 
-from . import phases
-from .rows import Row, measure, measure_ops, workloads
-from .timing import Device
+from . import phase_table
+from .clip_times import MANY_4096, GpuClipRow, cases, measure, measure_ops
+from .clocks import DeviceClocks
 
 BAR_MISSED = 2
-_HOST_MS = 0.6  # for 2,000 gradients
+_HOST_MS = 0.6  # the most for 2,000 gradients
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -23,12 +23,12 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def _name(row: Row) -> str:
-    return f"{row.workload.name}, {str(row.workload.dtype).removeprefix('torch.')}, {row.nbytes / 1e6:.0f} MB"
+def _name(row: GpuClipRow) -> str:
+    return f"{row.case.workload.name}, {row.case.dtype}, {row.nbytes / 1e6:.0f} MB"
 
 
-def clip_table(rows: list[Row], what: str) -> str:
-    """Milliseconds of fastclip, and how many times as long the others take."""
+def clip_table(rows: list[GpuClipRow], what: str) -> str:
+    """Return fastclip's milliseconds, and the others' times as multiples of it."""
     others = sorted({name for row in rows for name in getattr(row, what)} - {"fastclip"})
     body = []
     for row in rows:
@@ -38,12 +38,12 @@ def clip_table(rows: list[Row], what: str) -> str:
     return _table(["workload", "fastclip, ms", *others], body)
 
 
-def bandwidth_table(rows: list[Row]) -> str:
-    """Of the pass when nothing is clipped, which reads each byte once."""
+def bandwidth_table(rows: list[GpuClipRow]) -> str:
+    """Return the bandwidth of the pass over unclipped gradients, which reads each byte once."""
     body = [
         [
             _name(row),
-            f"{row.nbytes / row.unclipped['fastclip'] / 1e9:.0f}",
+            f"{row.bandwidth / 1e9:.0f}",
             f"{row.copy_bandwidth / 1e9:.0f}",
             f"{row.bandwidth_fraction:.0%}",
             f"{row.norm_error:.0e}",
@@ -53,14 +53,14 @@ def bandwidth_table(rows: list[Row]) -> str:
     return _table(["workload", "GB/s", "copy GB/s", "fraction", "error of the norm"], body)
 
 
-def verdicts(rows: list[Row]) -> list[str]:
-    """One line for each bar."""
+def bar_lines(rows: list[GpuClipRow]) -> list[str]:
+    """Return one line for each bar."""
     lines = []
     for row in rows:
-        for what, reached, bar in row.verdicts():
+        for what, reached, bar in row.checks():
             word = "reached" if reached >= bar else "MISSED"
             lines.append(f"- {word}: {_name(row)}, {what}: {reached:.2f} (bar {bar})")
-        if len(row.workload.shapes) == 2000:
+        if row.case.workload is MANY_4096:
             host = row.host["fastclip"] * 1e3
             word = "reached" if host <= _HOST_MS else "MISSED"
             lines.append(f"- {word}: host time for 2,000 gradients: {host:.2f} ms (bar {_HOST_MS} or less)")
@@ -69,16 +69,16 @@ def verdicts(rows: list[Row]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.gpu.tables", description=__doc__)
-    parser.add_argument("--ops", action="store_true", help="only a line about the two passes")
+    parser.add_argument("--ops", action="store_true", help="print only a line about the two passes")
     options = parser.parse_args()
-    device = Device("cuda" if torch.cuda.is_available() else "cpu")
+    clocks = DeviceClocks("cuda" if torch.cuda.is_available() else "cpu")
     repeats = 3 if SMOKE else 21
     if options.ops:
-        found = measure_ops(device, repeats)
+        found = measure_ops(clocks, repeats)
         print(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
         return 0
-    rows = [measure(workload, device, repeats) for workload in workloads()]
-    lines = verdicts(rows)
+    rows = [measure(case, clocks, repeats) for case in cases()]
+    lines = bar_lines(rows)
     titles = {
         "unclipped": "Unclipped, work of the device alone",
         "clipped": "Clipped, work of the device alone",
@@ -87,8 +87,8 @@ def main() -> int:
     }
     for what, title in titles.items():
         print(f"### {title}\n\n{clip_table(rows, what)}\n")
-    phase_rows = phases.measure_all(device, repeats)
-    print(f"### Unscaling, clipping and the step\n\n{_table(phases.HEADER, phase_rows)}\n")
+    phase_rows = phase_table.measure_all(clocks, repeats)
+    print(f"### Unscaling, clipping and the step\n\n{_table(phase_table.HEADER, phase_rows)}\n")
     print(f"### Bandwidth\n\n{bandwidth_table(rows)}\n\n### Bars\n\n" + "\n".join(lines))
     return BAR_MISSED if any("MISSED" in line for line in lines) else 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Timing of clip_grad_norm_ against torch's on this machine: `fastclip bench`.
+"""`fastclip bench`: timing of clip_grad_norm_ against torch's on this machine.
 
-The project's own benchmarks, in the folder benchmarks of its repository, are built on the same parts.
+The project's own benchmarks, in the repository's folder benchmarks, use the same modules.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""On what a run was made: without this a figure says nothing."""
+"""The machine and the software of a run, printed beside its figures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .. import __version__, backends
 from ..backends import native
 from .workloads import CPU
 
-# Above this load other processes have run.
-_QUIET_LOAD = 0.5
+# A higher load average means that other processes were running.
+_IDLE_LOAD = 0.5
 
 
 def _fields(path: str) -> dict[str, str]:
-    """The first value of each key of a file of "key: value" lines under /proc; empty where there is none."""
+    """Return the first value of each key of a "key: value" file under /proc; empty if there is no file."""
     if not (file := Path(path)).exists():
         return {}
     found: dict[str, str] = {}
@@ -31,7 +31,7 @@ def _fields(path: str) -> dict[str, str]:
 
 
 def available_memory(device: torch.device = CPU) -> int:
-    """Bytes that can be had without swapping; where the system does not tell, enough for anything."""
+    """Return the bytes available without swapping; if the system does not report them, a huge number."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     value = _fields("/proc/meminfo").get("MemAvailable") if device.type == "cpu" else None
@@ -39,23 +39,23 @@ def available_memory(device: torch.device = CPU) -> int:
 
 
 def status_bytes(key: str) -> int | None:
-    """VmRSS, VmHWM and so on of this process; None where there is no /proc."""
+    """Return VmRSS, VmHWM or the like of this process in bytes; None without /proc."""
     value = _fields("/proc/self/status").get(key)
     return int(value.split()[0]) * 1024 if value else None
 
 
 def load() -> float | None:
-    """Processes that ran or wanted to, averaged over the last minute; None where the system does not tell."""
+    """Return the load average of the last minute; None if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def is_busy() -> bool:
-    """Whether other processes have run in the last minute: call it before anything is measured."""
-    return (load() or 0.0) > _QUIET_LOAD
+    """Return whether other processes ran during the last minute; call it before measuring."""
+    return (load() or 0.0) > _IDLE_LOAD
 
 
 def describe(device: torch.device = CPU) -> dict[str, str]:
-    """What to print beside the figures, in order."""
+    """Return what to print beside the figures, in order."""
     states = backends.status(device).items()
     backend = next((name for name, state in states if state == "in use"), "no backend")
     gpu = {"cuda": torch.cuda.get_device_name}.get(device.type, str)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Named lists of gradient shapes, and gradients of those shapes that can be restored after a clip."""
+"""Named lists of gradient shapes, and gradients that can be restored after they were clipped."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SMOKE = os.environ.get("FASTCLIP_BENCH_SMOKE", "") not in ("", "0")
 CPU = torch.device("cpu")
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Far above the smallest float16, far below values whose squares overflow: no dtype meets its limits.
+# Neither the values nor their squares come near the limits of any dtype.
 _GRAD_STD = 0.01
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Shapes, the dtypes measured unless others are asked for, and the share of rows that are zero."""
+    """The shapes of a model's gradients, the dtypes to measure by default, and the share of zero rows."""
 
     name: str
     shapes: Shapes
@@ -40,7 +40,7 @@ class Workload:
 
 
 def gpt2(vocab: int, context: int, width: int, layers: int) -> Shapes:
-    """The shapes of a GPT-2."""
+    """Return the shapes of the parameters of a GPT-2."""
     norm = ((width,), (width,))
     attention = ((3 * width, width), (3 * width,), (width, width), (width,))
     mlp = ((4 * width, width), (4 * width,), (width, 4 * width), (width,))
@@ -48,7 +48,7 @@ def gpt2(vocab: int, context: int, width: int, layers: int) -> Shapes:
 
 
 def llama(vocab: int, width: int, key_value: int, mlp: int, layers: int) -> Shapes:
-    """The shapes of a Llama."""
+    """Return the shapes of the parameters of a Llama."""
     attention = ((width, width), (key_value, width), (key_value, width), (width, width))
     block = (*attention, (mlp, width), (mlp, width), (width, mlp), (width,), (width,))
     return ((vocab, width), *block * layers, (width,), (vocab, width))
@@ -76,12 +76,12 @@ def _workloads(smoke: bool) -> tuple[Workload, ...]:
 WORKLOADS = {workload.name: workload for workload in _workloads(SMOKE)}
 
 
-class Gradients:
-    """Parameters with gradients, and a copy that brings the gradients back after they were clipped.
+class RestorableGradients:
+    """Parameters with random gradients, and a copy that restores the gradients after they were clipped.
 
     Args:
-        parameters: any, on any devices. What they have as gradients is replaced.
-        zero_rows: the share of the rows of each that is zero.
+        parameters: on any devices; their gradients are replaced.
+        zero_rows: the share of zero rows in each gradient.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], zero_rows: float = 0.0) -> None:
@@ -94,15 +94,15 @@ class Gradients:
             generator = generators[device]
             grad = torch.empty_like(parameter.data).normal_(std=_GRAD_STD, generator=generator)
             if zero_rows:
-                # Written, not left as the system hands it out: untouched pages all share one in the cache.
+                # Zeros have to be written: pages that were never touched all share one in the cache.
                 order = torch.randperm(len(grad), generator=generator, device=device)
                 grad[order[: round(len(grad) * zero_rows)]] = 0
             parameter.grad = grad
         self.saved: list[Tensor] = [grad.clone() for grad in self.grads]
 
     @classmethod
-    def of(cls, workload: Workload, dtype: str, device: torch.device | str = "cpu") -> Gradients:
-        """Those of a workload."""
+    def of(cls, workload: Workload, dtype: str, device: torch.device | str = "cpu") -> RestorableGradients:
+        """Return gradients of the shapes of a workload."""
         made = (
             nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
             for shape in workload.shapes
@@ -118,4 +118,5 @@ class Gradients:
         return sum(grad.nbytes for grad in self.saved)
 
     def restore(self) -> None:
+        """Copy the saved values back."""
         torch._foreach_copy_(self.grads, self.saved)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Time fastclip's clip_grad_norm_ against torch's on this machine.
 
-Both run in turns in this process on the same gradients, unclipped and clipped. Norms and gradients are held
+Both take turns in this process on the same gradients, unclipped and clipped. Norms and gradients are checked
 against float64 first: a row with a wrong result gets no time. With --model the gradients are those of your
 own model: the function is called without arguments and returns (model, optimizer, loss_function) as for
-`fastclip replay`; modules of the working directory can be imported. Values are random and no training runs.
+`fastclip replay`; modules of the working directory can be imported. Values are random and nothing is trained.
 
-Exit status: 0, 1 if a result was wrong, 2 if it cannot begin.
+Exit status: 0, 1 if a result was wrong, 2 if it cannot start.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..bench import machine, table
-from ..bench.rows import Row, measure, no_memory
+from ..bench import clip_table, machine
+from ..bench.clip_rows import ClipRow, compare_parameters, compare_workload
 from ..bench.timing import Bandwidth
-from ..bench.workloads import DTYPES, SMOKE, WORKLOADS, Gradients
+from ..bench.workloads import DTYPES, SMOKE, WORKLOADS
 from ..replay.build import ReplayError, build_subject
 from .building import function_named, importable
 
-_BY_DEFAULT = ("gpt2_124m", "llama_1b", "many_tiny", "mid_150")
+DEFAULT_WORKLOADS = ("gpt2_124m", "llama_1b", "many_tiny", "mid_150")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,20 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=tuple(WORKLOADS),
         metavar="NAME",
-        help=f"any of {', '.join(WORKLOADS)} (default: {', '.join(_BY_DEFAULT)}; with --model none)",
+        help=f"any of {', '.join(WORKLOADS)} (default: {', '.join(DEFAULT_WORKLOADS)}; none with --model)",
     )
     parser.add_argument(
         "--dtype",
         nargs="+",
         choices=DTYPES,
         metavar="NAME",
-        help=f"of the workloads: any of {', '.join(DTYPES)} (default: all; llama_1b in bfloat16)",
+        help=f"dtypes of the workloads: any of {', '.join(DTYPES)} (default: all; llama_1b only bfloat16)",
     )
-    device = "of the workloads: cpu, cuda:1, ... (default: a GPU if there is one)"
+    device = "device of the workloads: cpu, cuda:1, ... (default: a GPU if there is one)"
     parser.add_argument("--device", help=device)
-    model = "what makes your model, such as train:build"
+    model = "function that builds your model, such as train:build"
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help=model)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,18 +63,18 @@ def run(options: argparse.Namespace) -> int:
         return 2
     if parameters is not None and options.device is None:
         device = parameters[0].device
-    names = options.workload or (_BY_DEFAULT if parameters is None else ())
+    names = options.workload or (DEFAULT_WORKLOADS if parameters is None else ())
     described = machine.describe(device)
     print("\n".join(f"{key:18}{value}" for key, value in described.items()))
-    print(f"\n{table.header()}")
+    print(f"\n{clip_table.header()}")
     rows = []
     bandwidth = Bandwidth(device)
-    for row in _measured(names, options.dtype, bandwidth, options.model, parameters):
-        print(table.row_line(row), flush=True)
+    for row in _compare(names, options.dtype, bandwidth, options.model, parameters):
+        print(clip_table.row_line(row), flush=True)
         rows.append(row)
-    print(table.NOTES)
+    print(clip_table.NOTES)
     if busy:
-        print(f"\n{table.BUSY}")
+        print(f"\n{clip_table.BUSY}")
     if SMOKE:
         print("\nFASTCLIP_BENCH_SMOKE is set: the gradients are tiny and the figures mean nothing.")
     if file is not None:
@@ -85,43 +85,25 @@ def run(options: argparse.Namespace) -> int:
     return int(any(row.failed for row in rows))
 
 
-def _measured(
+def _compare(
     names: tuple[str, ...],
     dtypes: tuple[str, ...] | None,
     bandwidth: Bandwidth,
     model: str | None,
     parameters: list[nn.Parameter] | None,
-) -> Iterator[Row]:
-    """Rows as they come: the model first, then each workload and dtype."""
+) -> Iterator[ClipRow]:
+    """Yield rows as they are measured: the model first, then each workload and dtype."""
     if model is not None and parameters is not None:
-        own = bandwidth if bandwidth.device == parameters[0].device else Bandwidth(parameters[0].device)
-        yield from _rows(model, _dtype_of(parameters), own, parameters)
+        device = parameters[0].device
+        own = bandwidth if bandwidth.device == device else Bandwidth(device)
+        yield from compare_parameters(model, _dtype_of(parameters), parameters, own)
     for name in names:
         for dtype in dtypes or WORKLOADS[name].dtypes:
-            yield from _rows(name, dtype, bandwidth, None)
-
-
-def _rows(name: str, dtype: str, bandwidth: Bandwidth, parameters: list[nn.Parameter] | None) -> list[Row]:
-    """The unclipped and the clipped row of one list of gradients."""
-    rows = [Row(name, dtype, clipped) for clipped in (False, True)]
-    if parameters is None:
-        nbytes = WORKLOADS[name].nbytes(dtype)
-    else:
-        nbytes = sum(p.nbytes for p in parameters)
-    if note := no_memory(nbytes, bandwidth.device):
-        for row in rows:
-            row.note = note
-        return rows
-    if parameters is None:
-        gradients = Gradients.of(WORKLOADS[name], dtype, bandwidth.device)
-    else:
-        gradients = Gradients(parameters)
-    measure(rows, gradients, bandwidth)
-    return rows
+            yield from compare_workload(WORKLOADS[name], dtype, bandwidth)
 
 
 def _device(named: str | None) -> torch.device:
-    """Raises ValueError for one that is not here."""
+    """Return the named device or the default; raise ValueError if it is not available."""
     if named is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return torch.device("cpu") if found is None else found
@@ -134,7 +116,7 @@ def _device(named: str | None) -> torch.device:
 
 
 def _parameters(model: str) -> list[nn.Parameter]:
-    """Of the user's model: those that get gradients. Raises ReplayError for a model without."""
+    """Return the parameters of the user's model that get gradients; raise ReplayError if there are none."""
     with importable(os.getcwd()):
         subject = build_subject(function_named(model))
     found = [p for p in subject.model.parameters() if p.requires_grad and p.numel()]
@@ -144,6 +126,6 @@ def _parameters(model: str) -> list[nn.Parameter]:
 
 
 def _dtype_of(parameters: list[nn.Parameter]) -> str:
-    """Their dtype, or "mixed"."""
+    """Return the name of their dtype, or "mixed"."""
     dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters}
     return dtypes.pop() if len(dtypes) == 1 else "mixed"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`fastclip bench`: what it refuses, that it times nothing that is wrong, and that its figures agree."""
+"""`fastclip bench`: refused arguments, wrong results that get no time, and figures that agree."""
 
+import functools
 import json
 import re
 import sys
@@ -11,9 +12,9 @@ import torch
 
 import fastclip
 from fastclip import cli
-from fastclip.bench import machine, parity, rows, table, timing
-from fastclip.bench.rows import Row
-from fastclip.bench.workloads import CPU, Gradients, Workload, gpt2
+from fastclip.bench import clip_rows, clip_table, machine, parity, timing
+from fastclip.bench.clip_rows import ClipRow
+from fastclip.bench.workloads import CPU, RestorableGradients, Workload, gpt2
 from fastclip.cli import bench
 
 SHAPES = gpt2(50, 8, 16, 1)
@@ -44,14 +45,14 @@ def nothing():
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path, threads):
-    """Few pairs, tiny gradients, and the modules of an empty working directory."""
+    """Measure few rounds of tiny gradients in a directory with one module."""
     threads(1)
-    monkeypatch.setattr(timing, "MIN_PAIRS", 3)
-    monkeypatch.setattr(timing, "_MAX_PAIRS", 3)
+    monkeypatch.setattr(timing, "MIN_ROUNDS", 3)
+    monkeypatch.setattr(timing, "MAX_ROUNDS", 3)
     monkeypatch.setattr(timing, "CALLS_IN_CACHE", 2)
-    monkeypatch.setattr(rows, "CALLS_IN_CACHE", 2)
+    monkeypatch.setattr(clip_rows, "CALLS_IN_CACHE", 2)
     monkeypatch.setattr(bench, "WORKLOADS", {"gpt2_124m": Workload("gpt2_124m", SHAPES)})
-    monkeypatch.setattr(bench, "_BY_DEFAULT", ("gpt2_124m",))
+    monkeypatch.setattr(bench, "DEFAULT_WORKLOADS", ("gpt2_124m",))
     (tmp_path / "training.py").write_text(textwrap.dedent(MODEL))
     monkeypatch.chdir(tmp_path)
     yield
@@ -60,7 +61,7 @@ def small(monkeypatch, tmp_path, threads):
 
 @pytest.fixture
 def fastclip_bench(capsys):
-    """Run it on the CPU; returns exit status, lines of rows, output and errors."""
+    """Run the command; return its exit status, the lines of rows, its output and its errors."""
 
     def run(*arguments):
         status = cli.main(["bench", *arguments])
@@ -71,7 +72,7 @@ def fastclip_bench(capsys):
     return run
 
 
-def test_the_table_and_the_file_say_the_same(fastclip_bench):
+def test_bench_prints_the_figures_that_it_writes_as_json(fastclip_bench):
     status, lines, out, err = fastclip_bench("--device", "cpu", "--json", "found.json")
     assert (status, err) == (0, "")
     with open("found.json") as file:
@@ -94,8 +95,8 @@ def test_the_table_and_the_file_say_the_same(fastclip_bench):
     assert found["machine"]["torch"] in out and found["machine"]["date"] in out
 
 
-def test_both_take_turns_on_the_same_gradients(monkeypatch):
-    """One call of each in turn; what was clipped is put back before every call."""
+def test_measure_calls_torch_and_fastclip_in_turns_on_equal_gradients(monkeypatch):
+    """What was clipped is restored before every call."""
     calls = []
 
     def spy(name, clip):
@@ -105,18 +106,18 @@ def test_both_take_turns_on_the_same_gradients(monkeypatch):
 
         return call
 
-    gradients = Gradients.of(Workload("two", ((8, 4), (3,))), "float32")
+    gradients = RestorableGradients.of(Workload("two", ((8, 4), (3,))), "float32")
     exact = parity.exact_norm(gradients.saved)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy("torch", torch.nn.utils.clip_grad_norm_))
-    monkeypatch.setattr(rows, "clip_grad_norm_", spy("fastclip", rows.clip_grad_norm_))
-    row = Row("two", "float32", clipped=True)
-    rows.measure([row], gradients, timing.Bandwidth())
+    monkeypatch.setattr(clip_rows, "clip_grad_norm_", spy("fastclip", clip_rows.clip_grad_norm_))
+    row = ClipRow("two", "float32", clipped=True)
+    clip_rows.measure([row], gradients, timing.Bandwidth())
     names = [name for name, _, _ in calls]
-    assert names[:2] == ["torch", "fastclip"]  # held against float64
+    assert names[:2] == ["torch", "fastclip"]  # checked against float64
     assert names[2:] == ["torch", "torch", "fastclip", "fastclip"] * 3
     assert all(fresh for _, fresh, _ in calls)
     assert {max_norm for *_, max_norm in calls} == {exact / 2}
-    assert len(row.times[0].seconds) == len(row.times[1].seconds) == 3
+    assert len(row.times.first.seconds) == len(row.times.second.seconds) == 3
 
 
 def slightly_wrong(clip):
@@ -148,12 +149,12 @@ def one_element_off(clip):
     [
         (slightly_wrong, False, "fastclip: the norm is off by 9.9e-06, more than 1e-06"),
         (untouched, True, "gradient 0 is not"),
-        (one_element_off, False, "was changed though nothing was to be clipped"),
+        (one_element_off, False, "changed, but nothing was to be clipped"),
         (one_element_off, True, f"gradient {len(SHAPES) - 1} is not"),
     ],
 )
-def test_a_wrong_result_gets_no_time(fastclip_bench, monkeypatch, fault, clipped, words):
-    monkeypatch.setattr(rows, "clip_grad_norm_", fault(rows.clip_grad_norm_))
+def test_bench_gives_a_wrong_result_of_fastclip_no_time(fastclip_bench, monkeypatch, fault, clipped, words):
+    monkeypatch.setattr(clip_rows, "clip_grad_norm_", fault(clip_rows.clip_grad_norm_))
     status, lines, _, _ = fastclip_bench("--device", "cpu", "--dtype", "float32", "--json", "found.json")
     assert status == 1
     assert "PARITY FAILED" in lines[clipped] and words in lines[clipped]
@@ -163,7 +164,7 @@ def test_a_wrong_result_gets_no_time(fastclip_bench, monkeypatch, fault, clipped
     assert row["ratio"] is None and row["first"] is None
 
 
-def test_a_wrong_result_of_torch_is_told_as_torchs(fastclip_bench, monkeypatch):
+def test_bench_attributes_a_wrong_result_of_torch_to_torch(fastclip_bench, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", untouched(None))
     status, lines, _, _ = fastclip_bench("--device", "cpu", "--dtype", "float32")
     assert status == 1 and "torch: gradient 0 is not" in lines[1] and "PARITY" not in lines[0]
@@ -173,15 +174,14 @@ def test_a_wrong_result_of_torch_is_told_as_torchs(fastclip_bench, monkeypatch):
     ("function", "dtype", "tensors"),
     [("build", "mixed", 3), ("plain", "float32", 3), ("complex_", "complex64", 1)],
 )
-def test_the_gradients_are_those_of_your_model(fastclip_bench, function, dtype, tensors):
-    """Of the parameters that get some: a frozen one has none."""
+def test_bench_model_uses_the_parameters_that_get_gradients(fastclip_bench, function, dtype, tensors):
     status, lines, _, err = fastclip_bench("--model", f"training:{function}")
     assert (status, err) == (0, "")
     cells = [line.split()[:4] for line in lines]
     assert cells == [[f"training:{function}", dtype, str(tensors), clipped] for clipped in ("no", "yes")]
 
 
-def test_workloads_beside_your_model(fastclip_bench):
+def test_bench_measures_the_model_before_the_workloads(fastclip_bench):
     _, lines, _, _ = fastclip_bench(
         "--model", "training:plain", "--workload", "gpt2_124m", "--dtype", "float32"
     )
@@ -200,40 +200,39 @@ def test_workloads_beside_your_model(fastclip_bench):
         (["--json", "nowhere/found.json"], "No such file or directory"),
     ],
 )
-def test_what_cannot_begin_is_one_line(fastclip_bench, arguments, words):
+def test_bench_reports_bad_arguments_in_one_line(fastclip_bench, arguments, words):
     status, _, out, err = fastclip_bench(*arguments)
     assert (status, out) == (2, "")
     assert err.startswith("fastclip: ") and words in err and err.count("\n") == 1
 
 
-def test_gradients_that_do_not_fit_are_skipped(fastclip_bench, monkeypatch):
-    monkeypatch.setattr(rows, "available_memory", lambda device: 1 << 29)
+def test_bench_skips_gradients_that_do_not_fit_in_memory(fastclip_bench, monkeypatch):
+    monkeypatch.setattr(clip_rows, "available_memory", lambda device: 1 << 29)
     status, lines, _, _ = fastclip_bench("--device", "cpu", "--dtype", "float32")
     assert status == 0 and len(lines) == 2
     assert all("skipped: needs 1.1 GB of memory, 0.5 GB are free" in line for line in lines)
 
 
 @pytest.mark.parametrize(("load", "busy"), [(0.2, False), (3.0, True), (None, False)])
-def test_a_busy_machine_is_told(fastclip_bench, monkeypatch, load, busy):
+def test_bench_reports_a_busy_machine(fastclip_bench, monkeypatch, load, busy):
     monkeypatch.setattr(machine, "load", lambda: load)
     _, _, out, _ = fastclip_bench("--device", "cpu", "--dtype", "float32")
-    assert (table.BUSY in out) == busy
+    assert (clip_table.BUSY in out) == busy
 
 
-def test_what_a_device_still_does_is_part_of_the_time():
-    """`wait` is called before the clock starts and within the time."""
+def test_seconds_of_synchronizes_before_and_within_the_time():
     order = []
-    timing.alternate(
-        lambda: order.append("first"),
-        lambda: order.append("second"),
+    timing.take_turns(
+        [lambda: order.append("first"), lambda: order.append("second")],
         lambda: order.append("prepare"),
-        wait=lambda: order.append("wait"),
+        clock=functools.partial(timing.seconds_of, synchronize=lambda: order.append("synchronize")),
     )
-    assert order[:8] == ["prepare", "wait", "first", "wait", "prepare", "wait", "second", "wait"]
-    assert timing.waiting_for(CPU)() is None
+    turn = ["prepare", "synchronize", "first", "synchronize"]
+    assert order[:8] == [*turn, "prepare", "synchronize", "second", "synchronize"]
+    assert timing.clock_of(CPU) is timing.seconds_of
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(fastclip_bench):
+def test_bench_on_a_gpu(fastclip_bench):
     status, lines, out, _ = fastclip_bench("--device", "cuda")
     assert status == 0 and len(lines) == 6 and torch.cuda.get_device_name() in out

@@ -54,7 +54,7 @@ def test_what_the_sanitizer_watches():
 def test_the_report(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=0: "A GPU")
     monkeypatch.setattr(gpu_check, "head", lambda: "- driver: 1")
-    steps = [gpu_check.Step("Build", "done"), gpu_check.Step("Tests marked gpu", "1 failed", False)]
+    steps = [gpu_check.CheckStep("Build", "done"), gpu_check.CheckStep("Tests marked gpu", "1 failed", False)]
     text = gpu_check.report(steps)
     assert text.startswith("# fastclip on A GPU\n\n- driver: 1\n\n## Build\n")
     assert "## Tests marked gpu (FAILED)" in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The implementations that are compared, under one signature."""
+"""The implementations that bench_clip.py compares, under one signature."""
 
 from __future__ import annotations
 
@@ -13,20 +13,16 @@ import fastclip
 from fastclip.bench.parity import Clip
 from fastclip.bench.workloads import SMOKE
 
+from .compiled import compile_function
+
 # torch.compile unrolls the list; with thousands of tensors that takes many minutes.
 _MOST_TENSORS_TO_COMPILE = 20 if SMOKE else 150
-
-
-def _compiled() -> Clip:
-    torch._dynamo.reset()  # each case is one compilation; without this the ninth would silently run eagerly
-    # At smoke size the path through the tracer is what is checked, not the code it generates.
-    return torch.compile(torch.nn.utils.clip_grad_norm_, backend="eager" if SMOKE else "inductor")
 
 
 _TORCH: dict[str, Callable[[], Clip]] = {
     "torch_foreach": lambda: functools.partial(torch.nn.utils.clip_grad_norm_, foreach=True),
     "torch_loop": lambda: functools.partial(torch.nn.utils.clip_grad_norm_, foreach=False),
-    "torch_compile": _compiled,
+    "torch_compile": lambda: compile_function(torch.nn.utils.clip_grad_norm_),
 }
 _FASTCLIP = {"fastclip_native": "native", "fastclip_reference": "reference"}
 
@@ -34,11 +30,12 @@ NAMES = (*_TORCH, *_FASTCLIP)
 
 
 def is_fastclip(name: str) -> bool:
+    """Return whether the implementation is one of fastclip's."""
     return name in _FASTCLIP
 
 
-def reason_absent(name: str, count: int) -> str | None:
-    """Why the implementation is not measured on so many gradients, or None if it is."""
+def skip_reason(name: str, count: int) -> str | None:
+    """Return why an implementation is not measured on this many gradients; None if it is."""
     if name == "torch_compile" and count > _MOST_TENSORS_TO_COMPILE:
         return f"torch.compile would unroll {count} tensors"
     if is_fastclip(name):
@@ -48,8 +45,8 @@ def reason_absent(name: str, count: int) -> str | None:
 
 
 @contextmanager
-def provider(name: str) -> Iterator[Clip]:
-    """The implementation, for as long as the block lasts."""
+def implementation(name: str) -> Iterator[Clip]:
+    """Yield the named implementation, which is in use until the block ends."""
     if name in _TORCH:
         yield _TORCH[name]()
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""On what a run was made, and of which commit: without this a figure says nothing."""
+"""The machine, the software and the commit of a run, printed beside its figures."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 from fastclip.bench import machine
 
-_ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 
 
 def commit() -> str:
-    """The present commit, and whether the tree differs from it."""
+    """Return the current commit, marked if the tree differs from it; "unknown" outside a git checkout."""
     try:
         command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-        found = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return found.stdout.strip()
 
 
 def describe() -> dict[str, str]:
-    """What to print beside the figures, in order."""
+    """Return what to print beside the figures, in order."""
     return {**machine.describe(), "commit": commit()}
