@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The demonstration: a small language model trained with torch's clipping and with fastclip's."""
+"""`fastclip demo`: a small language model trained with torch's clipping and with fastclip's."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The demo's language model and its text: Python's documentation topics, one number a character."""
+"""The demo's language model and its text: the characters of Python's documentation topics."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PREFIX = 256  # characters before a passage that its features are counted from
+PREFIX = 256  # characters before a passage, from which its features are computed
 Batch = tuple[Tensor, Tensor, Tensor]  # tokens and targets [batch, context], features [batch, 4]
 
 
 class Size(NamedTuple):
+    """The size of the training: of the model, its batches and the number of steps."""
+
     steps: int
     layers: int
     width: int
-    context: int  # characters in a passage
-    batch: int  # passages in a step
+    context: int  # characters per passage
+    batch: int  # passages per step
 
 
 FULL = Size(steps=600, layers=6, width=128, context=64, batch=8)
@@ -27,7 +29,7 @@ QUICK = Size(steps=60, layers=2, width=64, context=32, batch=8)
 
 
 class Corpus:
-    """Batches of text as numbers, one a character; the number after the last character is padding."""
+    """Batches of text with one token per character; the token after the last character is padding."""
 
     def __init__(self, size: Size, seed: int) -> None:
         self.size, self.generator = size, torch.Generator().manual_seed(seed)
@@ -40,7 +42,7 @@ class Corpus:
         self.kinds = torch.tensor([*kinds, [False] * 5], dtype=torch.float32)
 
     def batch(self, missing: int = 0) -> Batch:
-        """Random passages; the rows of those that are missing are padding."""
+        """Return random passages; the rows of missing passages are padding."""
         passages, end = self.size.batch - missing, len(self.text) - self.size.context
         starts = torch.randint(PREFIX, end, (passages, 1), generator=self.generator)
         rows = self.text[starts + torch.arange(-PREFIX, self.size.context + 1)]
@@ -52,6 +54,8 @@ class Corpus:
 
 
 class Block(nn.Module):
+    """A transformer block with causal attention and layer norms before its two parts."""
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.heads = size.width // 32
@@ -71,7 +75,7 @@ class Block(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    """A causal transformer over characters; features of the text before the passage join it at the end."""
+    """A causal transformer over characters; features of the preceding text are added before its head."""
 
     def __init__(self, size: Size, padding: int) -> None:
         super().__init__()
@@ -91,6 +95,7 @@ class CharacterModel(nn.Module):
         return self.head(x + self.prefix_features(features).unsqueeze(1))
 
     def loss(self, batch: Batch) -> Tensor:
+        """Return the mean cross entropy over the tokens that are not padding."""
         tokens, targets, features = batch
         present = targets != self.padding
         return F.cross_entropy(self(tokens, features)[present], targets[present])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The demo passes, prints what is true, and fails when clipping or naming is wrong."""
+"""`fastclip demo`: it passes, its output is true, and it fails if clipping or naming is wrong."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from fastclip import cli
 pytest.importorskip("plotext")
 pytest.importorskip("tqdm")
 
-from fastclip.demo import comparison, monitoring, poisoning, program
+from fastclip.demo import comparison, monitored_training, poisoning, program
 from fastclip.demo.character_model import QUICK, Corpus
 
 STEPS = 60
@@ -29,7 +29,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def output(directory) -> str:
-    """What `fastclip demo DIRECTORY --quick` prints into a pipe."""
+    """Return what `fastclip demo DIRECTORY --quick` prints into a pipe."""
     environment = {**os.environ, "PYTHONUTF8": "1"}
     command = [sys.executable, "-m", "fastclip", "demo", str(directory), "--quick"]
     done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=300)
@@ -44,13 +44,13 @@ def one_thread(threads):
 
 
 def row(output: str, label: str) -> list[float]:
-    """All numbers of the one line of the table that starts with `label`."""
+    """Return all numbers of the one line of the table that starts with `label`."""
     lines = [line for line in output.splitlines() if line.strip().startswith(label)]
     assert len(lines) == 1, (label, lines)
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", lines[0].split(label)[1])]
 
 
-def test_both_trainings_are_told_to_be_the_same(output):
+def test_demo_reports_equal_losses_of_both_trainings(output):
     _, torch_loss, fastclip_loss = row(output, "final loss (mean of the last")
     assert torch_loss == pytest.approx(fastclip_loss, abs=1e-4)
     assert 2.0 < torch_loss < 4.0  # guessing costs ln(104) = 4.6
@@ -62,7 +62,7 @@ def test_both_trainings_are_told_to_be_the_same(output):
     assert all(0 <= float(difference) <= float(limit) <= 0.01 for difference, limit in found)
 
 
-def test_times_and_ratios_agree(output):
+def test_demo_prints_ratios_that_fit_its_times(output):
     torch_step, fastclip_step = row(output, "time of a whole step (median)")
     torch_median, fastclip_median = row(output, "time in clipping (median)")
     torch_sum, fastclip_sum = row(output, "time in clipping, all steps together")
@@ -73,7 +73,7 @@ def test_times_and_ratios_agree(output):
     assert all(0 < share < 100 for share in row(output, "its share of a whole step"))
 
 
-def test_the_poisoned_batch_is_named(output):
+def test_demo_names_the_gradients_that_hold_nan(output):
     poisoned = output.split("2. One poisoned batch")[1]
     assert math.isfinite(float(re.search(r"looks healthy: (\d\S*)\.", poisoned)[1]))
     found = re.findall(r"^ +(\S+) +NaN in ([\d,]+) of ([\d,]+) elements$", poisoned, re.MULTILINE)
@@ -91,7 +91,7 @@ def test_the_poisoned_batch_is_named(output):
     assert math.isfinite(float(losses[0])) and losses[1] == "nan"
 
 
-def test_a_pipe_gets_plain_text(output, directory):
+def test_demo_prints_plain_text_into_a_pipe(output, directory):
     assert "\x1b" not in output and "\r" not in output
     lines = output.replace(str(directory), "runs/demo").splitlines()
     assert max(len(line) for line in lines) <= 100
@@ -110,10 +110,10 @@ def to_nan(parameters, max_norm):
 
 
 @pytest.mark.parametrize("clip", [never, too_weakly, to_nan])
-def test_wrong_clipping_is_rejected(clip):
+def test_training_failures_reports_wrong_clipping(clip):
     corpus = Corpus(QUICK, seed=0)
     runs = [
-        comparison.Run(function, corpus.size, corpus.padding, seed=0)
+        comparison.TimedTraining(function, corpus.size, corpus.padding, seed=0)
         for function in (torch.nn.utils.clip_grad_norm_, clip)
     ]
     comparison.train(*runs, corpus)
@@ -122,15 +122,15 @@ def test_wrong_clipping_is_rejected(clip):
     assert all(re.fullmatch(r"the losses differ by (nan|\d\S*) within \d+ steps", line) for line in failures)
 
 
-def test_a_training_without_clipping_proves_nothing(monkeypatch):
+def test_training_failures_reports_a_training_without_clipping(monkeypatch):
     monkeypatch.setattr(comparison, "MAX_NORM", 1e9)
     corpus = Corpus(QUICK, seed=0)
-    run = comparison.Run(torch.nn.utils.clip_grad_norm_, corpus.size, corpus.padding, seed=0)
+    run = comparison.TimedTraining(torch.nn.utils.clip_grad_norm_, corpus.size, corpus.padding, seed=0)
     run.step(corpus.batch())
     assert comparison.training_failures(run, run) == ["no gradients were clipped, so nothing was compared"]
 
 
-def test_wrong_clipping_makes_the_demo_fail(monkeypatch, capsys):
+def test_demo_fails_on_wrong_clipping(monkeypatch, capsys):
     monkeypatch.setattr(program, "clip_grad_norm_", never)
     assert cli.main(["demo", "--quick"]) == 1
     assert re.search(r"^FAILED: the losses differ by \d", capsys.readouterr().out, re.MULTILINE)
@@ -161,16 +161,16 @@ def spoiling(named, max_norm, nonfinite):
         (spoiling, "should be untouched, but changed"),
     ],
 )
-def test_a_poisoned_batch_that_is_not_named_is_rejected(monkeypatch, clip_, failure):
+def test_poison_reports_gradients_that_are_not_named_or_not_kept(monkeypatch, clip_, failure):
     monkeypatch.setattr(poisoning, "clip_", clip_)
     corpus = Corpus(QUICK, seed=0)
-    run = comparison.Run(fastclip.clip_grad_norm_, corpus.size, corpus.padding, seed=0)
+    run = comparison.TimedTraining(fastclip.clip_grad_norm_, corpus.size, corpus.padding, seed=0)
     failures = poisoning.poison(run, corpus)
     assert bool(failures) == bool(failure)
     assert all(failure in line for line in failures)
 
 
-def test_the_monitor_sums_up_and_names_the_cause(output):
+def test_demo_prints_the_monitor_summary_and_the_cause(output):
     part = output.split("3. The monitor")[1]
     assert "skipped     1 step" in part and re.search(r"clipping +\d+ of 59 steps at max_norm 1\.5", part)
     assert re.search(r"step 40: error: bad_batch: batch tensor features holds 1 NaN", part)
@@ -180,35 +180,35 @@ def test_the_monitor_sums_up_and_names_the_cause(output):
     assert "samples 320, 321" in diagnosis
 
 
-def test_a_wrong_diagnosis_fails_the_demo(monkeypatch, capsys):
+def test_train_under_monitor_reports_a_wrong_diagnosis(monkeypatch, capsys):
     monkeypatch.setattr(fastclip.monitor.Diagnosis, "cause", "unknown")
-    assert monitoring.monitored(Corpus(QUICK, 0), 0, 12) == ["the diagnosis is unknown"]
+    assert monitored_training.train_under_monitor(Corpus(QUICK, 0), 0, 12) == ["the diagnosis is unknown"]
     monkeypatch.undo()
-    assert monitoring.monitored(Corpus(QUICK, 0), 0, 12) == []
+    assert monitored_training.train_under_monitor(Corpus(QUICK, 0), 0, 12) == []
 
 
-def test_an_incident_that_was_not_saved_is_told(tmp_path):
-    assert monitoring.tell_next(str(tmp_path), QUICK)[0].endswith("but there is none")
+def test_show_next_commands_reports_a_missing_incident(tmp_path):
+    assert monitored_training.show_next_commands(str(tmp_path), QUICK)[0].endswith("but got none")
 
 
 def commands(output: str) -> list[list[str]]:
     return [line.split()[1:] for line in output.splitlines() if line.startswith("  fastclip ")]
 
 
-def test_the_log_and_the_incident_serve_the_commands_it_tells(output, directory, capsys, monkeypatch):
-    told = {command: rest for command, *rest in commands(output)}
-    assert list(told) == ["lint", "report", "diagnose", "incidents", "replay"]
-    assert all(str(directory) in arguments[0] for arguments in told.values())
-    assert cli.main(["diagnose", *told["diagnose"]]) == 1
+def test_demo_prints_commands_that_read_its_log_and_incident(output, directory, capsys, monkeypatch):
+    printed = {command: rest for command, *rest in commands(output)}
+    assert list(printed) == ["lint", "report", "diagnose", "incidents", "replay"]
+    assert all(str(directory) in arguments[0] for arguments in printed.values())
+    assert cli.main(["diagnose", *printed["diagnose"]]) == 1
     assert "step 40: error: nonfinite" in capsys.readouterr().out
-    assert cli.main(["incidents", *told["incidents"]]) == 0
+    assert cli.main(["incidents", *printed["incidents"]]) == 0
     monkeypatch.chdir(directory)
-    assert cli.main(["replay", *told["replay"]]) == 0
+    assert cli.main(["replay", *printed["replay"]]) == 0
     replayed = capsys.readouterr().out
     assert "reproduced, bit for bit" in replayed and "1 of 8 samples causes it: id 327" in replayed
 
 
-def test_a_directory_that_holds_something_is_refused(tmp_path, capsys):
+def test_demo_refuses_a_directory_that_is_not_empty(tmp_path, capsys):
     (tmp_path / "rank00000.jsonl").write_text("")
     for target in (tmp_path, tmp_path / "rank00000.jsonl"):
         assert cli.main(["demo", str(target), "--quick"]) == 2
@@ -217,15 +217,15 @@ def test_a_directory_that_holds_something_is_refused(tmp_path, capsys):
         assert not captured.out
 
 
-def test_mistaken_threads_are_refused(capsys):
+def test_demo_refuses_zero_threads(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["demo", "--threads", "0"])
     assert ended.value.code == 2 and "expected at least 1, but got 0" in capsys.readouterr().err
 
 
-def test_the_extra_is_named_where_it_is_missing(monkeypatch, capsys):
+def test_demo_names_its_extra_if_a_package_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "plotext", None)
-    for name in ("program", "comparison", "poisoning", "monitoring"):
+    for name in ("program", "comparison", "poisoning", "monitored_training"):
         monkeypatch.delitem(sys.modules, f"fastclip.demo.{name}")
     assert cli.main(["demo", "--quick"]) == 2
     captured = capsys.readouterr()

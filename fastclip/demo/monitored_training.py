@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A training under the monitor that meets a poisoned batch; its log, and an incident that can be replayed."""
+"""A training under the monitor with one poisoned batch: its log, and an incident that can be replayed."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ MONITORED = """
 3. The monitor, {steps} steps of a new training
   monitor = fastclip.Monitor(model, optimizer, max_norm={max_norm})
   and in the loop: monitor.batch(tokens=tokens, ..., sample_ids=passages); monitor.loss(loss)
-  Step {step} is given a poisoned batch as above.
+  Step {step} gets a poisoned batch as above.
 """
 NEXT = """
-Its log and the poisoned step are in {directory}. See them with
+The log and the poisoned step are in {directory}. Read them with
   fastclip lint {directory}
   fastclip report {directory} -o report.html
   fastclip diagnose {directory}
   fastclip incidents {directory}
-and run that step again with
-  fastclip replay {incident} fastclip.demo.monitoring:{build}"""
+and run the step again with
+  fastclip replay {incident} fastclip.demo.monitored_training:{build}"""
 
-Training = tuple[CharacterModel, Optimizer, Callable[[CharacterModel, Mapping[str, Tensor]], Tensor]]
-
-
-def build() -> Training:
-    """What `fastclip replay` needs for an incident of the demo."""
-    return _built(FULL)
+BuiltTraining = tuple[CharacterModel, Optimizer, Callable[[CharacterModel, Mapping[str, Tensor]], Tensor]]
 
 
-def build_quick() -> Training:
-    """The same for one of `fastclip demo --quick`."""
-    return _built(QUICK)
+def build() -> BuiltTraining:
+    """Return what `fastclip replay` needs for an incident of the demo."""
+    return _build_for(FULL)
 
 
-def _built(size: Size) -> Training:
+def build_quick() -> BuiltTraining:
+    """Return what `fastclip replay` needs for an incident of `fastclip demo --quick`."""
+    return _build_for(QUICK)
+
+
+def _build_for(size: Size) -> BuiltTraining:
     model, optimizer = _model_and_optimizer(Corpus(size, seed=0), seed=0)
 
     def loss_function(model: CharacterModel, batch: Mapping[str, Tensor]) -> Tensor:
@@ -64,11 +64,11 @@ def _model_and_optimizer(corpus: Corpus, seed: int) -> tuple[CharacterModel, Ada
     return model, AdamW(model.parameters(), lr=7e-4, fused=True)
 
 
-def monitored(corpus: Corpus, seed: int, steps: int, directory: str | None = None) -> list[str]:
-    """A training under the monitor, with one poisoned batch. Returns what went wrong.
+def train_under_monitor(corpus: Corpus, seed: int, steps: int, directory: str | None = None) -> list[str]:
+    """Train under the monitor with one poisoned batch; return what went wrong.
 
     Args:
-        directory: for the log and the incident; None for neither.
+        directory: where the log and the incident are saved; None saves neither.
     """
     model, optimizer = _model_and_optimizer(corpus, seed)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
@@ -76,11 +76,11 @@ def monitored(corpus: Corpus, seed: int, steps: int, directory: str | None = Non
     print(MONITORED.format(steps=steps, max_norm=MAX_NORM, step=poisoned))
     logger = logging.getLogger("fastclip.monitor")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # the summary tells the same below
-    kept: dict[str, Any] = {} if directory is None else {"log_dir": directory, "incidents": directory}
-    monitor = Monitor(model, optimizer, max_norm=MAX_NORM, scheduler=warmup, **kept)
+    logger.setLevel(logging.CRITICAL)  # the summary below reports the same
+    saving: dict[str, Any] = {} if directory is None else {"log_dir": directory, "incidents": directory}
+    monitor = Monitor(model, optimizer, max_norm=MAX_NORM, scheduler=warmup, **saving)
     with closing(monitor), warnings.catch_warnings():
-        warnings.simplefilter("ignore", IncidentSaved)  # told at the end
+        warnings.simplefilter("ignore", IncidentSaved)  # reported at the end
         for step in range(steps):
             batch = corpus.batch(missing=step == poisoned)
             passages = range(step * corpus.size.batch, (step + 1) * corpus.size.batch)
@@ -89,7 +89,7 @@ def monitored(corpus: Corpus, seed: int, steps: int, directory: str | None = Non
             loss = model.loss(batch)
             monitor.loss(loss)
             loss.backward()
-            optimizer.step()  # clips, and leaves the poisoned step out
+            optimizer.step()  # clips, and skips the poisoned step
             warmup.step()
             optimizer.zero_grad()
         diagnosis = monitor.diagnose()
@@ -100,16 +100,16 @@ def monitored(corpus: Corpus, seed: int, steps: int, directory: str | None = Non
         print(textwrap.fill(line, 100, initial_indent="  ", subsequent_indent=" " * 13))
     failures = [] if diagnosis.cause == "nonfinite_batch" else [f"the diagnosis is {diagnosis.cause}"]
     if monitor.handle.skipped_steps != 1 or nan_counts(model.named_parameters()):
-        failures.append("the poisoned step should have been left out")
+        failures.append("the poisoned step should have been skipped")
     return failures
 
 
-def tell_next(directory: str, size: Size) -> list[str]:
-    """Print the commands that show what was written. Returns what went wrong."""
+def show_next_commands(directory: str, size: Size) -> list[str]:
+    """Print the commands that read the log and the incident; return what went wrong."""
     found = list_incidents(directory)
     if len(found) != 1 or found[0].damage is not None:
         names = ", ".join(summary.path.name for summary in found) or "none"
-        return [f"there should be one whole incident in {directory}, but there is {names}"]
+        return [f"expected one undamaged incident in {directory}, but got {names}"]
     name = build_quick.__name__ if size is QUICK else build.__name__
     print(NEXT.format(directory=directory, incident=found[0].path, build=name))
     return []
