@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The arguments of an op that are not tensors, checked.
+// Checks of an op's arguments other than the gradients. All of them throw std::runtime_error.
 
 #pragma once
 
@@ -11,10 +11,10 @@
 
 namespace fastclip {
 
-// Ends the call with a message that holds no build path, unlike that of STD_TORCH_CHECK.
+// Throws std::runtime_error with a message that, unlike that of STD_TORCH_CHECK, holds no build path.
 [[noreturn]] void fail(const char* op, const std::string& message);
 
-// Which group each gradient belongs to.
+// The group of each gradient. An empty list means that all gradients form one group.
 class Groups {
  public:
   Groups(const std::vector<int64_t>& groups, int64_t num_grads, const char* op);
@@ -31,5 +31,8 @@ class Groups {
 Norm parse_norm(double norm_type, const char* op);
 NonFinite parse_nonfinite(const std::string& mode, const char* op);
 void require_limit(double limit, const char* op);
+
+// Requires a tensor argument to have 1 or `count` elements.
+void require_count(int64_t numel, int64_t count, const char* op, const char* name);
 
 }  // namespace fastclip

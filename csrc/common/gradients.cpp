@@ -20,12 +20,12 @@ bool to_dtype(ScalarType type, DType* dtype) {
   }
 }
 
-// -1 for the CPU.
+// Returns -1 for the CPU.
 int32_t device_of(const Tensor& tensor) { return tensor.is_cpu() ? -1 : tensor.get_device_index(); }
 
 std::string name_of(int64_t index) { return "grads[" + std::to_string(index) + "]"; }
 
-// The dimensions of a tensor from the largest stride to the smallest, so that memory is walked upwards.
+// Returns the dimensions ordered from the largest stride to the smallest, merged where they are contiguous.
 Strides sorted_strides(const Tensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (int64_t d = 0; d < tensor.dim(); ++d) {
@@ -64,7 +64,8 @@ GradientList collect(const std::vector<Tensor>& tensors, Access access, const ch
     const int64_t index = list.size();
     Gradient grad{};
     if (device_of(tensor) != device) {
-      fail(op, "expected gradients on one device, but " + name_of(index) + " is not where grads[0] is");
+      fail(op, "expected gradients on one device, but " + name_of(index) +
+                   " is on a different device than grads[0]");
     }
     if (!to_dtype(tensor.scalar_type(), &grad.dtype)) {
       fail(op, "expected float32, bfloat16, float16 or float64 gradients, but " + name_of(index) +
@@ -76,8 +77,8 @@ GradientList collect(const std::vector<Tensor>& tensors, Access access, const ch
       Strides strides = sorted_strides(tensor);
       if (!is_dense(strides)) {
         if (access == Access::kWrite && overlaps_itself(strides)) {
-          fail(op, "expected gradients with an element of memory for each of their elements, but those of " +
-                       name_of(index) + " share memory (an expanded tensor?)");
+          fail(op, "expected gradients that do not overlap, but " + name_of(index) +
+                       " overlaps itself (an expanded tensor?)");
         }
         grad.strides = static_cast<int32_t>(list.strides.size());
         list.strides.push_back(std::move(strides));

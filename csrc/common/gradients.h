@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A list of gradients as raw memory, checked before anything is read or written.
+// A list of gradients as raw memory. All checks run before anything is read or written.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace fastclip {
 
-// Dimensions of a gradient whose memory has gaps, outermost first, sizes above 1 only.
+// The layout of a gradient whose memory has gaps: its dimensions of size > 1, outermost first.
 struct Strides {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;  // in elements
@@ -22,7 +22,7 @@ struct Gradient {
   char* data;
   int64_t numel;
   DType dtype;
-  int32_t strides;  // index into GradientList::strides, or -1 where the memory has no gaps
+  int32_t strides;  // index into GradientList::strides; -1 if the memory has no gaps
 
   int64_t item_size() const { return fastclip::item_size(dtype); }
 };
@@ -30,8 +30,8 @@ struct Gradient {
 struct GradientList {
   std::vector<Gradient> items;
   std::vector<Strides> strides;
-  // For gradients that are written: the next gradient with the very same memory, or -1; and whether an
-  // earlier one has it. Such a gradient is handled by the first of them, once for each.
+  // For lists that are written: the next gradient with exactly the same memory, or -1; and whether an earlier
+  // gradient has the same memory. The first of such gradients is processed once for each of them.
   std::vector<int32_t> next_same;
   std::vector<bool> is_repeat;
 
@@ -44,11 +44,11 @@ struct GradientList {
 
 enum class Access { kRead, kWrite };
 
-// Throws std::runtime_error for a gradient on another device than the first or of another dtype than the
-// four, and, if they are to be written, for gradients that overlap in part or in themselves.
+// Throws std::runtime_error for a gradient that is not on the device of the first or whose dtype is not
+// supported and, with Access::kWrite, for gradients that overlap themselves or overlap partly.
 GradientList collect(const std::vector<torch::stable::Tensor>& tensors, Access access, const char* op);
 
-// Overlap of memory, in overlap.cpp.
+// Defined in overlap.cpp.
 bool overlaps_itself(const Strides& strides);
 void find_overlaps(GradientList& list, const char* op);
 

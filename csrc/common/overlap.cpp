@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which gradients of a list share memory. The very same gradient twice is chained; a partial overlap ends
-// the call, since its result would depend on the order in which threads write.
+// Detection of gradients that share memory. Gradients with exactly the same memory are chained; a partial
+// overlap is an error, as the result would depend on the order in which threads write.
 
 #include <algorithm>
 
@@ -28,17 +28,18 @@ Extent extent_of(const GradientList& list, int32_t index) {
   return {begin, begin + elements * grad.item_size(), index};
 }
 
-// One unknown k of the equation sum(step * k) = distance, bounded on both sides.
+// An unknown k of the equation sum(step * k) = distance, with low <= k <= high.
 struct Term {
   int64_t step;  // in bytes
   int64_t low;
   int64_t high;
 };
 
-// Whether whole numbers within their bounds solve the equation. Terms are sorted by falling step, so that
-// only the few k whose remainder the later terms can still reach are tried; `budget` ends a hard case.
+// Returns whether integers within their bounds solve the equation. Terms are sorted by falling step, so that
+// only the few k are tried whose remainder the later terms can reach. `budget` limits the search; a search
+// that exceeds it is taken for a solution.
 bool solvable(const std::vector<Term>& terms, size_t first, int64_t distance, int* budget) {
-  if (--*budget < 0) return true;  // unknown: the caller must assume an overlap
+  if (--*budget < 0) return true;  // unknown: assume an overlap
   int64_t least = 0, most = 0;
   for (size_t i = first + 1; i < terms.size(); ++i) {
     least += terms[i].step * terms[i].low;
@@ -57,7 +58,7 @@ bool solvable(const std::vector<Term>& terms, size_t first, int64_t distance, in
   return false;
 }
 
-// Every element of a gradient as a sum of steps; sign is -1 for the gradient on the other side.
+// Adds the terms that address every byte of a gradient; sign is -1 for the second of the two gradients.
 void add_terms(const GradientList& list, const Gradient& grad, int64_t sign, std::vector<Term>* terms) {
   const int64_t item = grad.item_size();
   const auto add = [&](int64_t step, int64_t size) {
@@ -89,8 +90,8 @@ bool same_memory(const GradientList& list, const Gradient& a, const Gradient& b)
 
 }  // namespace
 
-// Elements are apart if every step is longer than all shorter steps together reach. Strides for which only
-// a search could tell are taken to overlap.
+// Elements do not overlap if every stride exceeds the reach of all smaller strides together. Layouts that
+// would need a search are taken to overlap.
 bool overlaps_itself(const Strides& strides) {
   int64_t reach = 0;
   for (size_t d = strides.sizes.size(); d-- > 0;) {
@@ -112,7 +113,7 @@ void find_overlaps(GradientList& list, const char* op) {
   std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) {
     return a.begin != b.begin ? a.begin < b.begin : a.index < b.index;
   });
-  std::vector<Extent> open;  // those that reach beyond the beginning of the present one
+  std::vector<Extent> open;  // earlier extents that end after the current one begins
   uintptr_t open_end = 0;
   for (const Extent& extent : extents) {
     if (extent.begin >= open_end) open.clear();
@@ -123,7 +124,7 @@ void find_overlaps(GradientList& list, const char* op) {
       if (same_memory(list, a, b)) {
         list.next_same[other.index] = extent.index;
         list.is_repeat[extent.index] = true;
-        other.index = extent.index;  // a third one is chained behind this one
+        other.index = extent.index;  // a third gradient is chained to this one
         repeats = true;
       } else if (share_memory(list, a, b)) {
         fail(op, "expected gradients that do not overlap, but grads[" +

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The words that every part of the library shares. Includes nothing but <cstdint>, see cpu/loops.h.
+// The types shared by all parts of the library. Must include nothing but <cstdint>; see cpu/loops.h.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace fastclip {
 enum DType : int { kFloat32, kBFloat16, kFloat16, kFloat64, kNumDTypes };
 enum Norm : int { kNorm1, kNorm2, kNormInf, kNumNorms };
 
-// What happens to gradients that hold NaN or Inf; see the README.
+// The handling of gradients that hold NaN or Inf; see docs/drop_in.md, "NaN and Inf".
 enum class NonFinite { kPropagate, kZero, kSkip };
 
 FASTCLIP_HOST_DEVICE constexpr int item_size(DType dtype) {

@@ -17,14 +17,14 @@ namespace fastclip {
 namespace {
 
 #if defined(__x86_64__)
-// Not every compiler's __builtin_cpu_supports knows this feature.
+// Some compilers' __builtin_cpu_supports does not know this feature.
 bool has_f16c() {
   unsigned int eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
 #endif
 
-// From the narrowest to the widest.
+// Ordered from the narrowest to the widest.
 std::vector<const Loops*> usable_loops() {
   std::vector<const Loops*> usable{&kBaselineLoops};
 #if defined(__x86_64__)
@@ -50,8 +50,9 @@ const Loops& select_loops() {
     if (named == std::string(loops->name)) return *loops;
     names += (names.empty() ? "" : ", ") + std::string(loops->name);
   }
-  throw std::runtime_error("FASTCLIP_CPU_CAPABILITY: expected one that this CPU and build have (" + names +
-                           "), but got '" + named + "'");
+  throw std::runtime_error(
+      "FASTCLIP_CPU_CAPABILITY: expected one of the instruction sets of this CPU and build (" + names +
+      "), but got '" + named + "'");
 }
 
 }  // namespace fastclip

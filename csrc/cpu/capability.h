@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which instruction set the loops run on.
+// The choice of the instruction set that the loops run on.
 
 #pragma once
 
@@ -7,8 +7,9 @@
 
 namespace fastclip {
 
-// The widest the CPU has, or the one that FASTCLIP_CPU_CAPABILITY names (baseline, avx2, avx512). Throws
-// std::runtime_error for a name that is unknown or that this CPU lacks.
+// Returns the loops for the widest instruction set of the CPU, or for the one that FASTCLIP_CPU_CAPABILITY
+// names (baseline, avx2, avx512). Throws std::runtime_error if that name is unknown or unsupported by this
+// CPU.
 const Loops& select_loops();
 
 }  // namespace fastclip

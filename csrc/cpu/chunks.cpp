@@ -5,7 +5,7 @@
 namespace fastclip {
 namespace {
 
-// What a chunk costs beside its elements, in elements.
+// The fixed cost of a chunk, as a number of elements.
 constexpr int64_t kChunkCost = 256;
 
 template <class Element>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A list of gradients cut into runs of a fixed size, worked on by all threads.
+// A list of gradients split into chunks of a fixed size, which all threads work on.
 
 #pragma once
 
@@ -13,16 +13,17 @@
 
 namespace fastclip {
 
-// Part of every result: the order of summation, and so the last bits of a norm, depend on it. 32,768
-// elements are enough work for a thread and stay in its cache for a second reading.
+// Changing this changes the order of summation and so the last bits of every norm. 32,768 elements are enough
+// work for a thread and stay in its cache for a second reading.
 constexpr int64_t kChunkSize = 32768;
 
 // A thread is woken for no less than this, some 20 us of work. On a busy machine it may start milliseconds
-// late while everyone waits for it, and small gradients lie in the cache of the thread that wrote them: a
-// second one gained 15 us or lost 150 on 150 gradients of 4,096 elements. torch does those on one thread too.
+// late while all others wait for it, and small gradients are in the cache of the thread that wrote them: on
+// 150 gradients of 4,096 elements a second thread gained 15 us or lost 150. torch uses one thread for those,
+// too.
 constexpr int64_t kElementsPerWorker = int64_t{3} << 17;
 
-// How many batches a backward run takes forwards before it steps back.
+// Number of batches that a backward run processes forwards before it steps back.
 constexpr int64_t kStretch = 32;
 
 struct Chunk {
@@ -40,20 +41,20 @@ class ChunkTable {
   int64_t size() const { return static_cast<int64_t>(chunks_.size()); }
   const Chunk& operator[](int64_t i) const { return chunks_[i]; }
 
-  // Calls visit(i) once for every chunk i, from several threads. Backwards, the memory touched last by a
-  // forward run, which may still be cached, comes first; but in stretches that are long enough for the
-  // processor to fetch ahead in them (a stretch of one chunk cost 13 % of the bandwidth).
+  // Calls visit(i) once for every chunk i, from several threads. A backward run starts with the memory that a
+  // forward run touched last, which may still be cached, and goes back in stretches long enough for the
+  // processor to prefetch (a stretch of one chunk cost 13 % of the bandwidth).
   template <class Visit>
   void for_each(Order order, const Visit& visit) const;
 
  private:
-  // The k-th of `size` batches in a backward run.
+  // Returns the index of the k-th of `size` batches in a backward run.
   static int64_t backward(int64_t k, int64_t size) {
     const int64_t end = size - k / kStretch * kStretch;
     return std::max<int64_t>(end - kStretch, 0) + k % kStretch;
   }
 
-  // The batches that one worker takes first. A cache line each, since all are counted up at once.
+  // The batches that one worker takes first. On a cache line of its own, as workers count concurrently.
   struct alignas(64) Share {
     int64_t first = 0;
     int64_t size = 0;
@@ -70,9 +71,9 @@ void ChunkTable::for_each(Order order, const Visit& visit) const {
   const auto batches = static_cast<int64_t>(batches_.size()) - 1;
   const int64_t workers =
       std::clamp<int64_t>(elements_ / kElementsPerWorker, 1, torch::stable::get_num_threads());
-  // Each worker has a share of its own, the same in every run over this table, so that it finds in its
-  // cache what it touched before; one that is done helps the others, so that a thread which is held up
-  // delays nobody. Results do not depend on who does what: each chunk has a place of its own for them.
+  // Each worker has its own share, the same in every run over this table, so that it finds in its cache what
+  // it touched before. A worker that is done helps the others, so that a delayed thread delays nobody.
+  // Results do not depend on which worker takes a chunk: each chunk has its own place for them.
   std::vector<Share> shares(workers);
   for (int64_t w = 0; w < workers; ++w) {
     shares[w].first = batches * w / workers;
@@ -94,12 +95,12 @@ void ChunkTable::for_each(Order order, const Visit& visit) const {
   }
 }
 
-// Copies the elements of a chunk of a gradient with gaps to a buffer, or back.
+// Copies a chunk of a gradient whose memory has gaps to a contiguous buffer, or back.
 enum class Copy { kToBuffer, kFromBuffer };
 void copy_with_gaps(const Gradient& grad, const Strides& strides, const Chunk& chunk, char* buffer,
                     Copy copy);
 
-// Calls use(data) with the elements of a chunk as one run.
+// Calls use(data) with the elements of a chunk as one contiguous run.
 template <class Use>
 void with_elements(const GradientList& list, const Chunk& chunk, Access access, const Use& use) {
   const Gradient& grad = list.items[chunk.grad];

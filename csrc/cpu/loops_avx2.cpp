@@ -30,7 +30,7 @@ struct Isa {
     return _mm256_srli_epi32((__m256i)(bits + 0x7fff + (bits >> 16 & 1)), 16);
   }
   static void store_bfloat16(uint16_t* p, Floats low, Floats high) {
-    // The pack works within 128-bit halves; the permutation puts the four quarters in order.
+    // The pack works within 128-bit halves; the permutation restores the order of the quarters.
     const __m256i packed = _mm256_packus_epi32(rounded(low), rounded(high));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
   }

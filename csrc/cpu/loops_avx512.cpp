@@ -30,7 +30,7 @@ struct Isa {
     return (__m512i)(bits + 0x7fff + (bits >> 16 & 1));
   }
   static void store_bfloat16(uint16_t* p, Floats low, Floats high) {
-    // The upper half of every float, low's and then high's.
+    // Selects the upper half of every float, first of `low`, then of `high`.
     const Shorts odd_halves = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
     const __m512i packed = _mm512_permutex2var_epi16(rounded(low), (__m512i)odd_halves, rounded(high));

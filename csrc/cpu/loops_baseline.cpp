@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The loops for any CPU: SSE2 on x86-64, NEON on aarch64, whatever the compiler's vectors become elsewhere.
+// The loops for any CPU: SSE2 on x86-64, NEON on aarch64, elsewhere what the compiler makes of its vectors.
 
 #include "loops.h"
 
@@ -54,12 +54,12 @@ struct Isa {
     const Ints shifted = (half & 0x7fff) << 13;
     const Ints normal = shifted + ((127 - 15) << 23);
     const Ints nonfinite = shifted | 0x7f800000;
-    // A subnormal is its mantissa times 2^-24: exact, and untouched by a flush-to-zero mode.
+    // A subnormal is its mantissa times 2^-24: exact, and independent of the flush-to-zero mode.
     const Ints subnormal = (Ints)(__builtin_convertvector(half & 0x3ff, Floats) * 0x1p-24f);
     const Ints magnitude = exponent == 0 ? subnormal : exponent == 0x7c00 ? nonfinite : normal;
     return (Floats)(magnitude | (half & 0x8000) << 16);
   }
-  // A NaN keeps the top of its payload and becomes quiet, as in the conversion instructions of CPUs.
+  // A NaN keeps the upper bits of its payload and becomes quiet, as with the conversion instructions of CPUs.
   static void store_float16(uint16_t* p, Floats x) {
     const Ints bits = (Ints)x & 0x7fffffff;
     const Ints sign = ((Ints)x >> 16) & 0x8000;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The loops themselves, in terms of the few primitives of `Isa`. Included once by each loops_<isa>.cpp,
-// after it has defined `Isa` in an anonymous namespace; no include guard and no include of its own.
+// The loops, written in terms of the primitives of `Isa`. Included once by each loops_<isa>.cpp, after it has
+// defined `Isa` in an anonymous namespace; has no include guard and includes only the other parts of the
+// loops.
 //
-// `Isa` gives: kFloats, the floats in a register; Floats, Ints, Doubles, Longs, Shorts, vectors of that
+// `Isa` defines: kFloats, the floats in a register; Floats, Ints, Doubles, Longs, Shorts, vectors of that
 // register size; load_bfloat16, load_float16, store_bfloat16 (two registers), store_float16; widen_low,
 // widen_high. Stores round to nearest, ties to even; a NaN given to store_bfloat16 must have zeros in its
 // low 16 bits, as a NaN read from a bfloat16 has.
@@ -20,13 +21,13 @@ constexpr int kLanes = 32;                           // element i is summed in l
 constexpr int kRegisters = kLanes / Isa::kFloats;    // registers that hold one float32 a lane
 constexpr int kDoubles = Isa::kFloats / 2;           // doubles in a register
 constexpr int kDoubleRegisters = kLanes / kDoubles;  // registers that hold one float64 a lane
-// float32 lanes are emptied into float64 lanes after this many elements. That bounds the relative error of a
-// norm below 1e-6 even where every rounding goes the same way: by 15 additions of 2^-24 for p = 1, by half of
-// 31 additions and a product for p = 2, of which the root is taken.
+// float32 lanes are added to float64 lanes and reset after this many elements. That bounds the relative error
+// of a norm below 1e-6 even where every rounding goes the same way: by 15 additions of 2^-24 for p = 1, by
+// half of 31 additions and a product for p = 2, of which the root is taken.
 template <Norm norm>
 constexpr int64_t kFlush = kLanes * (norm == kNorm1 ? 16 : 32);
-// Below this sum of squares, terms that underflowed in float32 could matter: a run of 2^15 elements loses
-// at most 2^15 * 2^-126 to them, 2^-24 of this sum.
+// A sum of squares below this may have lost a relevant part to underflow in float32: a run of 2^15 elements
+// loses at most 2^15 * 2^-126, which is 2^-24 of this sum.
 constexpr double kTinySum = 0x1p-87;
 
 constexpr int32_t kAbs32 = 0x7fffffff;
@@ -48,7 +49,7 @@ inline void store_vector(Element* p, Vector v) {
 
 template <class Vector, class Element>
 inline Vector broadcast(Element x) {
-  return x - Vector{};  // and not a sum, which would make -0 of x a +0
+  return x - Vector{};  // a sum would turn -0 into +0
 }
 
 inline double double_from_bits(int64_t bits) {
@@ -80,8 +81,8 @@ struct Float16 {
   }
 };
 
-// Calls step(p) for each group of kLanes elements; the last, incomplete group is padded with zeros, which
-// add nothing to a sum, a maximum or a count.
+// Calls step(p) for each group of kLanes elements. An incomplete last group is padded with zeros, which do
+// not change a sum, a maximum or a count.
 template <class Element, class Step>
 inline void for_each_group(const Element* p, int64_t size, Step step) {
   int64_t i = 0;
@@ -93,7 +94,7 @@ inline void for_each_group(const Element* p, int64_t size, Step step) {
   }
 }
 
-// The same for loops that write: step changes the kLanes elements in place.
+// Like for_each_group, for a step that changes the kLanes elements in place.
 template <class Element, class Step>
 inline void update_each_group(Element* p, int64_t size, Step step) {
   int64_t i = 0;
@@ -106,7 +107,7 @@ inline void update_each_group(Element* p, int64_t size, Step step) {
   }
 }
 
-// kLanes float64 sums, element i in lane i.
+// kLanes float64 accumulators; element i of a group goes to lane i.
 struct Lanes {
   Doubles lane[kDoubleRegisters] = {};
 
@@ -114,7 +115,8 @@ struct Lanes {
     lane[2 * float_register] += Isa::widen_low(x);
     lane[2 * float_register + 1] += Isa::widen_high(x);
   }
-  // Halves are added until one lane is left: the order is part of the result, and short.
+  // Adds the upper half of the lanes to the lower half until one lane is left; the order is part of the
+  // result.
   double sum() const {
     double lanes[kLanes];
     __builtin_memcpy(lanes, lane, sizeof lanes);

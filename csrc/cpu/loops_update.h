@@ -16,7 +16,7 @@ inline void update_registers(typename Type::Element* q, Change change) {
 template <class Type>
 void scale(void* data, int64_t size, double factor, bool zero_nonfinite) {
   using Element = typename Type::Element;
-  // A NaN factor is made the default NaN, so that its payload cannot end in a bfloat16 rounded to Inf.
+  // A NaN factor becomes the default NaN: another payload could be rounded to a bfloat16 Inf.
   const float quiet = factor == factor ? static_cast<float>(factor) : __builtin_nanf("");
   const Floats c = broadcast<Floats>(quiet);
   const auto multiply = [&](Floats x) { return x * c; };
@@ -41,12 +41,12 @@ void scale_float64(void* data, int64_t size, double factor, bool zero_nonfinite)
 
 constexpr int64_t kBlock = 1024;
 
-// Writes only blocks that hold something to limit, so that gradients within the limit cost one read.
+// Writes only blocks with an element outside the limit, so that gradients within it cost a single read.
 // NaN compares false both ways and stays.
 template <class Type>
 void clamp(void* data, int64_t size, double limit) {
   using Element = typename Type::Element;
-  // The limit as a number of the elements' type, as torch compares it.
+  // torch compares with the limit rounded to the elements' dtype.
   Element rounded[kLanes];
   const Floats exact = broadcast<Floats>(static_cast<float>(limit));
   Type::store(rounded, exact, exact);
@@ -54,7 +54,7 @@ void clamp(void* data, int64_t size, double limit) {
   for (int64_t start = 0; start < size; start += kBlock) {
     Element* block = static_cast<Element*>(data) + start;
     const int64_t length = size - start < kBlock ? size - start : kBlock;
-    // The zeros that pad the last group lie outside a negative limit; the block is then just written.
+    // The zeros that pad the last group are outside a negative limit; the block is then written needlessly.
     Ints outside = {};
     for_each_group(block, length, [&](const Element* q) {
 #pragma GCC unroll 8

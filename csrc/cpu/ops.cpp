@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "../common/summary.h"
+#include "../common/clip_summary.h"
 #include "capability.h"
 #include "statistics.h"
 
@@ -22,7 +22,7 @@ Tensor empty_cpu(std::initializer_list<int64_t> sizes, ScalarType dtype) {
                               torch::stable::Device(torch::headeronly::DeviceType::CPU));
 }
 
-// Writes numbers into a new tensor of the dtype in which norms of this list are told.
+// Returns a new tensor of the dtype of this list's norms: float64 if any gradient is float64, else float32.
 Tensor to_result(const std::vector<double>& values, std::initializer_list<int64_t> sizes, bool float64) {
   Tensor tensor = empty_cpu(sizes, float64 ? ScalarType::Double : ScalarType::Float);
   if (float64) {
@@ -34,10 +34,10 @@ Tensor to_result(const std::vector<double>& values, std::initializer_list<int64_
   return tensor;
 }
 
-Tensor to_stats(const std::vector<Partial>& grads) {
+Tensor to_stats(const std::vector<PartialStats>& grads) {
   Tensor tensor = empty_cpu({static_cast<int64_t>(grads.size()), 3}, ScalarType::Double);
   double* row = static_cast<double*>(tensor.mutable_data_ptr());
-  for (const Partial& grad : grads) {
+  for (const PartialStats& grad : grads) {
     *row++ = grad.value;
     *row++ = static_cast<double>(grad.nan_count);
     *row++ = static_cast<double>(grad.inf_count);
@@ -45,19 +45,15 @@ Tensor to_stats(const std::vector<Partial>& grads) {
   return tensor;
 }
 
-// The elements of a small float32 or float64 tensor, of which there must be one of the two numbers.
-std::vector<double> to_numbers(const Tensor& tensor, int64_t one, int64_t other, const char* op,
-                               const char* name) {
+// Returns the elements of a float32 or float64 tensor of 1 or `count` elements.
+std::vector<double> to_scalars(const Tensor& tensor, int64_t count, const char* op, const char* name) {
   const int64_t numel = tensor.numel();
   const bool float64 = tensor.scalar_type() == ScalarType::Double;
   if (!tensor.is_cpu() || !tensor.is_contiguous() ||
       (!float64 && tensor.scalar_type() != ScalarType::Float)) {
     fail(op, std::string("expected ") + name + " to be a contiguous float32 or float64 tensor on the CPU");
   }
-  if (numel != one && numel != other) {
-    fail(op, std::string("expected ") + name + " to have " + std::to_string(one) + " or " +
-                 std::to_string(other) + " elements, but got " + std::to_string(numel));
-  }
+  require_count(numel, count, op, name);
   if (float64) {
     const double* data = static_cast<const double*>(tensor.const_data_ptr());
     return std::vector<double>(data, data + numel);
@@ -66,11 +62,11 @@ std::vector<double> to_numbers(const Tensor& tensor, int64_t one, int64_t other,
   return std::vector<double>(data, data + numel);
 }
 
-// Scales the chunks that a factor or a non-finite element demands; the others are not even read.
-// `needs(chunk)` tells whether the chunk holds elements to be zeroed.
-template <class Factor, class Needs>
+// Scales the chunks whose factor is not 1 or that hold elements to be zeroed; the others are not even read.
+// `may_zero(i)` returns whether chunk i may hold non-finite elements.
+template <class Factor, class MayZero>
 void scale_chunks(const GradientList& list, const ChunkTable& table, bool zero_nonfinite, Factor factor_of,
-                  Needs needs) {
+                  MayZero may_zero) {
   const Loops& loops = select_loops();
   table.for_each(Order::kBackward, [&](int64_t i) {
     const Chunk& chunk = table[i];
@@ -78,7 +74,7 @@ void scale_chunks(const GradientList& list, const ChunkTable& table, bool zero_n
     const auto scale = loops.scale[list.items[chunk.grad].dtype];
     for (int32_t same = chunk.grad; same >= 0; same = list.next_same[same]) {
       const double factor = factor_of(same);
-      const bool zero = zero_nonfinite && needs(i);
+      const bool zero = zero_nonfinite && may_zero(i);
       if (factor == 1 && !zero) continue;
       with_elements(list, chunk, Access::kWrite, [&](void* data) { scale(data, chunk.size, factor, zero); });
     }
@@ -98,20 +94,20 @@ std::tuple<Tensor, Tensor> grad_stats(std::vector<Tensor> grads, double norm_typ
 void scale_(std::vector<Tensor> grads, Tensor scale, bool zero_nonfinite) {
   constexpr const char* op = "scale_";
   const GradientList list = collect(grads, Access::kWrite, op);
-  const std::vector<double> factors = to_numbers(scale, 1, list.size(), op, "scale");
+  const std::vector<double> factors = to_scalars(scale, list.size(), op, "scale");
   const auto factor_of = [&](int32_t grad) { return factors.size() == 1 ? factors[0] : factors[grad]; };
   scale_chunks(list, ChunkTable(list), zero_nonfinite, factor_of, [](int64_t) { return true; });
 }
 
-std::vector<GroupSummary> summarize_groups(const Statistics& statistics, const Groups& groups,
-                                           const std::vector<double>& max_norms, bool max_norm_is_tensor,
-                                           double inv_scale, bool float64) {
+std::vector<ClipSummary> summarize_groups(const Statistics& statistics, const Groups& groups,
+                                          const std::vector<double>& max_norms, bool max_norm_is_tensor,
+                                          double inv_scale, bool float64) {
   std::vector<bool> nonfinite(groups.count());
   for (size_t g = 0; g < statistics.grads.size(); ++g) {
-    const Partial& grad = statistics.grads[g];
+    const PartialStats& grad = statistics.grads[g];
     if (grad.nan_count + grad.inf_count > 0) nonfinite[groups.of(g)] = true;
   }
-  std::vector<GroupSummary> summaries;
+  std::vector<ClipSummary> summaries;
   for (int64_t g = 0; g < groups.count(); ++g) {
     const MaxNorm max_norm = {max_norms.size() == 1 ? max_norms[0] : max_norms[g], max_norm_is_tensor};
     const auto summarize_one = float64 ? summarize<double> : summarize<float>;
@@ -128,20 +124,20 @@ std::tuple<Tensor, Tensor> clip_(std::vector<Tensor> grads, double max_norm, dou
   const NonFinite mode = parse_nonfinite(nonfinite, op);
   const GradientList list = collect(grads, Access::kWrite, op);
   const Groups grouping(groups, list.size(), op);
-  const double unscale = inv_scale ? to_numbers(*inv_scale, 1, 1, op, "inv_scale")[0] : 1.0;
-  const std::vector<double> max_norms =
-      max_norm_tensor ? to_numbers(*max_norm_tensor, 1, grouping.count(), op, "max_norm")
-                      : std::vector<double>{max_norm};
+  const double unscale = inv_scale ? to_scalars(*inv_scale, 1, op, "inv_scale")[0] : 1.0;
+  const std::vector<double> max_norms = max_norm_tensor
+                                            ? to_scalars(*max_norm_tensor, grouping.count(), op, "max_norm")
+                                            : std::vector<double>{max_norm};
 
   const ChunkTable table(list);
   const bool float64 = list.any_float64();
   const Statistics statistics = compute_statistics(list, table, grouping, norm, mode == NonFinite::kZero);
-  const std::vector<GroupSummary> summaries =
+  const std::vector<ClipSummary> summaries =
       summarize_groups(statistics, grouping, max_norms, max_norm_tensor.has_value(), unscale, float64);
 
   std::vector<double> factors, rows;
   bool any_found_inf = false, any_factor = false;
-  for (const GroupSummary& group : summaries) {
+  for (const ClipSummary& group : summaries) {
     factors.push_back(group.factor);
     rows.insert(rows.end(), {group.total_norm, group.clip_coef, group.found_inf ? 1.0 : 0.0});
     any_found_inf |= group.found_inf;
@@ -164,7 +160,7 @@ void clamp_(std::vector<Tensor> grads, double limit) {
   const Loops& loops = select_loops();
   table.for_each(Order::kForward, [&](int64_t i) {
     const Chunk& chunk = table[i];
-    if (list.is_repeat[chunk.grad]) return;  // clamping twice changes nothing
+    if (list.is_repeat[chunk.grad]) return;  // clamping is idempotent
     const auto clamp = loops.clamp[list.items[chunk.grad].dtype];
     with_elements(list, chunk, Access::kWrite, [&](void* data) { clamp(data, chunk.size, limit); });
   });

@@ -9,8 +9,8 @@
 namespace fastclip {
 namespace {
 
-// Sums, or the larger of two where a NaN wins.
-void add(const Partial& part, Norm norm, Partial* total) {
+// Adds power sums, or keeps the larger of two magnitudes, where NaN wins.
+void combine(const PartialStats& part, Norm norm, PartialStats* total) {
   if (norm == kNormInf) {
     if (!(part.value <= total->value)) total->value = std::isnan(total->value) ? total->value : part.value;
   } else {
@@ -35,11 +35,11 @@ Statistics compute_statistics(const GradientList& list, const ChunkTable& table,
   });
   statistics.grads.resize(list.size());
   for (int64_t i = 0; i < table.size(); ++i) {
-    add(statistics.chunks[i], norm, &statistics.grads[table[i].grad]);
+    combine(statistics.chunks[i], norm, &statistics.grads[table[i].grad]);
   }
-  std::vector<Partial> sums(groups.count());
-  for (int64_t g = 0; g < list.size(); ++g) add(statistics.grads[g], norm, &sums[groups.of(g)]);
-  for (const Partial& sum : sums) {
+  std::vector<PartialStats> sums(groups.count());
+  for (int64_t g = 0; g < list.size(); ++g) combine(statistics.grads[g], norm, &sums[groups.of(g)]);
+  for (const PartialStats& sum : sums) {
     statistics.totals.push_back(norm == kNorm2 ? std::sqrt(sum.value) : sum.value);
   }
   return statistics;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// From the chunks' partial results to those of gradients and groups.
+// Combines the statistics of chunks into those of gradients and groups.
 
 #pragma once
 
@@ -9,11 +9,10 @@
 
 namespace fastclip {
 
-// The statistics of a list and of every chunk of it.
 struct Statistics {
-  std::vector<Partial> chunks;
-  std::vector<Partial> grads;
-  std::vector<double> totals;  // norm of each group, not yet rounded
+  std::vector<PartialStats> chunks;
+  std::vector<PartialStats> grads;
+  std::vector<double> totals;  // norm of each group, not yet rounded to the result's dtype
 };
 
 Statistics compute_statistics(const GradientList& list, const ChunkTable& table, const Groups& groups,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Compiles the functions that follow for avx512; target_end.h ends it. No include guard on purpose.
+// Compiles the functions that follow for avx512, until target_end.h. Has no include guard on purpose.
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \

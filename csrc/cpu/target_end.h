@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Ends what a target_begin header began. No include guard on purpose.
+// Ends the region of a target_begin header. Has no include guard on purpose.
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Elements of each dtype inside vectors of 16 bytes.
+// Access to elements of each dtype within vectors of 16 bytes.
 
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "table.cuh"
+#include "tensor_list_metadata.cuh"
 
 namespace fastclip {
 namespace cuda {
@@ -33,9 +33,9 @@ struct Vector {
   __device__ uint4 packed() const { return {word[0], word[1], word[2], word[3]}; }
 };
 
-// Each type gives: Element, in memory; Real, in which it is computed; get and set of an element of a
-// vector; from and to for one element in memory; pack for the two elements of a word. `kAbsWord` clears the
-// signs in a word.
+// Each type defines: Element, the type in memory; Real, the type for arithmetic; get and set for an element
+// of a vector; from and to for a single element in memory; for 2-byte types pack, which makes a word of two
+// elements; kAbsWord, the mask that clears the signs in a word.
 struct Float32 {
   using Element = float;
   using Real = float;
@@ -110,21 +110,21 @@ __device__ __forceinline__ bool is_finite(double x) { return (to_bits(x) & kAbs6
 __device__ __forceinline__ bool is_nan(float x) { return (__float_as_uint(x) & kAbs32) > kInf32; }
 __device__ __forceinline__ bool is_nan(double x) { return (to_bits(x) & kAbs64) > kInf64; }
 
-// The elements of a chunk that lie outside whole vectors: at most one at each end for each thread.
+// Calls use(element) for the elements of a chunk outside whole vectors: at most one at each end per thread.
 template <class Type, class Use>
-__device__ __forceinline__ void for_loose_elements(const Chunk& chunk, Use use) {
+__device__ __forceinline__ void for_head_and_tail(const Chunk& chunk, Use use) {
   using Element = typename Type::Element;
   const uint32_t first_vector = (chunk.begin + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
   const uint32_t last_vector = chunk.end / kVectorBytes * kVectorBytes;
   const uint32_t head_end = first_vector < chunk.end ? first_vector : chunk.end;
   const uint32_t head = chunk.begin + threadIdx.x * sizeof(Element);
   if (head < head_end) use(reinterpret_cast<Element*>(chunk.data + head));
-  if (last_vector < first_vector) return;  // no whole vector, and all elements belong to the head
+  if (last_vector < first_vector) return;  // no whole vector: all elements belong to the head
   const uint32_t tail = last_vector + threadIdx.x * sizeof(Element);
   if (tail < chunk.end) use(reinterpret_cast<Element*>(chunk.data + tail));
 }
 
-// The whole vectors of a chunk that is not full, one at a time.
+// Calls use(vector) for the whole vectors of a chunk that is not full.
 template <class Use>
 __device__ __forceinline__ void for_vectors(const Chunk& chunk, Use use) {
   const uint32_t first = (chunk.begin + kVectorBytes - 1) / kVectorBytes;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void for_vectors(const Chunk& chunk, Use use) {
   for (uint32_t v = first + threadIdx.x; v < chunk.end / kVectorBytes; v += kThreads) use(vectors + v);
 }
 
-// Calls use(Type{}) for the type of a dtype.
+// Calls use(Type{}) with the type of a dtype.
 template <class Use>
 __device__ __forceinline__ void dispatch(DType dtype, Use use) {
   switch (dtype) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Where the ops of this folder run. The tests put another header in its place to run them on a CPU.
+// The device that the ops of this folder run on. The tests replace this header to run them on a CPU.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 namespace fastclip {
 namespace cuda {
 
-// The gradients' device is the current one for as long as this lives.
+// Makes the device of a gradient current for its lifetime.
 class DeviceScope {
  public:
   explicit DeviceScope(const torch::stable::Tensor& grad) : index_(grad.get_device_index()), guard_(index_) {}
@@ -23,7 +23,7 @@ class DeviceScope {
   void* stream() const {
     void* stream = nullptr;
     if (aoti_torch_get_current_cuda_stream(index_, &stream) != 0) {
-      throw std::runtime_error("torch could not tell the current CUDA stream");
+      throw std::runtime_error("could not get the current CUDA stream from torch");
     }
     return stream;
   }

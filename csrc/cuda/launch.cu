@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Cuts a list into launches, lays out the workspace and starts the kernels.
+// Splits a list into launches, lays out the workspace and starts the kernels.
 
 #include <algorithm>
 #include <atomic>
@@ -20,7 +20,7 @@ void check(cudaError_t error, const char* action) {
   }
 }
 
-// In relaxed mode what the first launch of a kernel loads may be loaded while a graph is captured.
+// The first launch of a kernel loads its module, which stream capture permits in relaxed mode only.
 class RelaxedCapture {
  public:
   RelaxedCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "change the capture mode"); }
@@ -30,22 +30,22 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-constexpr int kMostDevices = 64;
+constexpr int kMaxDevices = 64;
 
-// Blocks of the kernel that the current device holds at once. Asked once for each device.
+// Number of blocks of the kernel that the current device runs at once; cached per device.
 template <auto kernel>
 uint32_t resident_blocks() {
-  static std::atomic<uint32_t> known[kMostDevices];
+  static std::atomic<uint32_t> known[kMaxDevices];
   int device = 0;
-  check(cudaGetDevice(&device), "tell the current device");
-  if (device < kMostDevices && known[device] > 0) return known[device];
+  check(cudaGetDevice(&device), "get the current device");
+  if (device < kMaxDevices && known[device] > 0) return known[device];
   const RelaxedCapture relaxed;
   int multiprocessors = 0, blocks = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-        "tell the number of multiprocessors");
+        "get the number of multiprocessors");
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0), "load a kernel");
   const auto resident = static_cast<uint32_t>(multiprocessors * std::max(blocks, 1));
-  if (device < kMostDevices) known[device] = resident;
+  if (device < kMaxDevices) known[device] = resident;
   return resident;
 }
 
@@ -60,7 +60,7 @@ void launch(uint32_t chunks, void* stream, const Parameters&... parameters) {
 
 uint64_t address_of(const Item& item) { return reinterpret_cast<uint64_t>(item.data); }
 
-// Bytes from the aligned address at or before an item's first element to its end.
+// Bytes from the last aligned address at or before an item's first element to the item's end.
 uint64_t extent_of(const Item& item) {
   if (item.numel == 0) return 0;
   return address_of(item) % kVectorBytes + static_cast<uint64_t>(item.numel) * item_size(item.dtype);
@@ -68,48 +68,48 @@ uint64_t extent_of(const Item& item) {
 
 uint64_t chunks_of(const Item& item) { return (extent_of(item) + kChunkBytes - 1) / kChunkBytes; }
 
-constexpr uint32_t kEveryRound = 0xffffffff;
+constexpr uint32_t kAllRounds = 0xffffffff;
 
-// The table of `count` items. In a certain round of scaling all others are left out.
-void fill_table(const Item* items, uint32_t count, uint32_t round, Table* table) {
+// Fills in the metadata of `count` items. In a given round, items of other rounds are marked as skipped.
+void fill_metadata(const Item* items, uint32_t count, uint32_t round, TensorListMetadata* metadata) {
   uint32_t chunks = 0;
   for (uint32_t i = 0; i < count; ++i) {
     const Item& item = items[i];
     const auto own = static_cast<uint32_t>(chunks_of(item));
-    table->data[i] = item.data;
-    table->first_chunk[i] = chunks;
+    metadata->data[i] = item.data;
+    metadata->first_chunk[i] = chunks;
     const auto last_end = static_cast<uint32_t>(own ? extent_of(item) - uint64_t{own - 1} * kChunkBytes : 0);
-    table->last_end[i] = last_end | static_cast<uint32_t>(item.dtype) << Table::kDTypeShift;
-    table->index[i] = round == kEveryRound || round == item.repeat ? item.index : kLeftOut;
+    metadata->last_end[i] = last_end | static_cast<uint32_t>(item.dtype) << TensorListMetadata::kDTypeShift;
+    metadata->index[i] = round == kAllRounds || round == item.repeat ? item.index : kSkipTensor;
     chunks += own;
   }
-  table->count = count;
-  table->chunks = chunks;
+  metadata->count = count;
+  metadata->chunks = chunks;
 }
 
 }  // namespace
 
-// The workspace from its beginning: what must be zero before the first launch, then the rest.
-struct Pass::Layout {
+// Offsets into the workspace: first what must be zero before the first launch, then the rest.
+struct LaunchPlan::Layout {
   size_t zeroed = 0;
   size_t bytes = 0;
-  size_t blocks_done, segment_done, segments, slots, counts, group_of, factors, wanted;
+  size_t blocks_done, segment_done, segments, partials, counts, group_of, factors, scale_needed;
 
-  explicit Layout(const Pass& pass) {
+  explicit Layout(const LaunchPlan& plan) {
     size_t most_segments = 0, chunks = 0;
-    for (const Launch& launch : pass.launches_) {
+    for (const Launch& launch : plan.launches_) {
       most_segments = std::max<size_t>(most_segments, first_segment(launch.chunks, launch.count) + 1);
       chunks += launch.chunks;
     }
     blocks_done = add<uint32_t>(1);
     segment_done = add<uint32_t>(most_segments);
     zeroed = bytes;
-    segments = add<Row>(most_segments);
-    slots = add<double>(chunks);
+    segments = add<PartialStats>(most_segments);
+    partials = add<double>(chunks);
     counts = add<Counts>(chunks);
-    group_of = add<uint32_t>(pass.items_.size());
-    factors = add<double>(pass.num_groups_);
-    wanted = add<uint32_t>(1);
+    group_of = add<uint32_t>(plan.items_.size());
+    factors = add<double>(plan.num_groups_);
+    scale_needed = add<uint32_t>(1);
   }
 
   template <class Type>
@@ -124,16 +124,17 @@ struct Pass::Layout {
     const auto at = [&](size_t offset) { return static_cast<void*>(base + offset); };
     return {static_cast<uint32_t*>(at(blocks_done)),
             static_cast<uint32_t*>(at(segment_done)),
-            static_cast<Row*>(at(segments)),
-            static_cast<double*>(at(slots)) + launch.first_chunk,
+            static_cast<PartialStats*>(at(segments)),
+            static_cast<double*>(at(partials)) + launch.first_chunk,
             static_cast<Counts*>(at(counts)) + launch.first_chunk,
             static_cast<uint32_t*>(at(group_of)),
             static_cast<double*>(at(factors)),
-            static_cast<uint32_t*>(at(wanted))};
+            static_cast<uint32_t*>(at(scale_needed))};
   }
 };
 
-Pass::Pass(std::vector<Item> items, uint32_t num_groups) : items_(std::move(items)), num_groups_(num_groups) {
+LaunchPlan::LaunchPlan(std::vector<Item> items, uint32_t num_groups)
+    : items_(std::move(items)), num_groups_(num_groups) {
   uint64_t first_chunk = 0;
   for (size_t first = 0; first < items_.size(); first += kMaxTensors) {
     const auto count = static_cast<uint32_t>(std::min<size_t>(kMaxTensors, items_.size() - first));
@@ -148,64 +149,66 @@ Pass::Pass(std::vector<Item> items, uint32_t num_groups) : items_(std::move(item
   workspace_bytes_ = Layout(*this).bytes;
 }
 
-void Pass::statistics(Norm norm, const Request& request, double* stats, void* workspace, void* stream) const {
+void LaunchPlan::statistics(Norm norm, const StatisticsOptions& options, double* stats, void* workspace,
+                            void* stream) const {
   const Layout layout(*this);
   check(cudaMemsetAsync(workspace, 0, layout.zeroed, static_cast<cudaStream_t>(stream)), "clear memory");
-  const auto start = norm == kNorm1   ? launch<statistics_kernel<kNorm1>, Table, StatisticsArguments>
-                     : norm == kNorm2 ? launch<statistics_kernel<kNorm2>, Table, StatisticsArguments>
-                                      : launch<statistics_kernel<kNormInf>, Table, StatisticsArguments>;
-  const std::unique_ptr<Table> table(new Table);  // not cleared
+  const auto start =
+      norm == kNorm1   ? launch<statistics_kernel<kNorm1>, TensorListMetadata, StatisticsArguments>
+      : norm == kNorm2 ? launch<statistics_kernel<kNorm2>, TensorListMetadata, StatisticsArguments>
+                       : launch<statistics_kernel<kNormInf>, TensorListMetadata, StatisticsArguments>;
+  const std::unique_ptr<TensorListMetadata> metadata(new TensorListMetadata);  // without zeroing its 32 KB
   for (const Launch& part : launches_) {
-    fill_table(&items_[part.first_item], part.count, kEveryRound, table.get());
+    fill_metadata(&items_[part.first_item], part.count, kAllRounds, metadata.get());
     const StatisticsArguments arguments = {layout.of_launch(workspace, part),
-                                           reinterpret_cast<Row*>(stats),
+                                           reinterpret_cast<PartialStats*>(stats),
                                            static_cast<uint32_t>(part.first_item),
                                            static_cast<uint32_t>(items_.size()),
                                            &part == &launches_.back(),
-                                           request};
-    start(part.chunks, stream, *table, arguments);
+                                           options};
+    start(part.chunks, stream, *metadata, arguments);
   }
 }
 
-// Gradients with the very same memory are written in rounds, one after the other. Within a round the
-// launches go from the last to the first, as the chunks of a launch do.
+// Gradients with exactly the same memory are written in separate rounds. Within a round the launches go from
+// the last to the first, as the chunks within a launch do.
 template <class Work>
-void Pass::for_each_round(const Work& work) const {
-  const std::unique_ptr<Table> table(new Table);  // not cleared
+void LaunchPlan::for_each_round(const Work& work) const {
+  const std::unique_ptr<TensorListMetadata> metadata(new TensorListMetadata);  // without zeroing its 32 KB
   for (uint32_t round = 0; round < rounds_; ++round) {
     for (size_t i = 0; i < launches_.size(); ++i) {
       const Launch& part = launches_[kScaleBackwards ? launches_.size() - 1 - i : i];
       if (part.chunks == 0) continue;
-      fill_table(&items_[part.first_item], part.count, round, table.get());
-      work(part, *table);
+      fill_metadata(&items_[part.first_item], part.count, round, metadata.get());
+      work(part, *metadata);
     }
   }
 }
 
-void Pass::scale_as_decided(bool zero_nonfinite, void* workspace, void* stream) const {
+void LaunchPlan::apply_clip(bool zero_nonfinite, void* workspace, void* stream) const {
   const Layout layout(*this);
-  for_each_round([&](const Launch& part, const Table& table) {
+  for_each_round([&](const Launch& part, const TensorListMetadata& metadata) {
     const Workspace memory = layout.of_launch(workspace, part);
     const ScaleArguments arguments = {
-        memory.wanted, {memory.factors, true, num_groups_ > 1}, memory.slots, zero_nonfinite};
-    launch<scale_kernel>(part.chunks, stream, table, arguments);
+        memory.scale_needed, {memory.factors, true, num_groups_ > 1}, memory.partials, zero_nonfinite};
+    launch<scale_kernel>(part.chunks, stream, metadata, arguments);
   });
 }
 
-void Pass::scale(DeviceNumbers factors, bool zero_nonfinite, void* stream) const {
-  for_each_round([&](const Launch& part, const Table& table) {
+void LaunchPlan::scale(DeviceScalars factors, bool zero_nonfinite, void* stream) const {
+  for_each_round([&](const Launch& part, const TensorListMetadata& metadata) {
     const ScaleArguments arguments = {nullptr, factors, nullptr, zero_nonfinite};
-    launch<scale_kernel>(part.chunks, stream, table, arguments);
+    launch<scale_kernel>(part.chunks, stream, metadata, arguments);
   });
 }
 
-// Clamping twice changes nothing, so that the first round is enough.
-void Pass::clamp(double limit, void* stream) const {
-  const std::unique_ptr<Table> table(new Table);  // not cleared
+// Clamping is idempotent: the first round is enough.
+void LaunchPlan::clamp(double limit, void* stream) const {
+  const std::unique_ptr<TensorListMetadata> metadata(new TensorListMetadata);  // without zeroing its 32 KB
   for (const Launch& part : launches_) {
     if (part.chunks == 0) continue;
-    fill_table(&items_[part.first_item], part.count, 0, table.get());
-    launch<clamp_kernel>(part.chunks, stream, *table, limit);
+    fill_metadata(&items_[part.first_item], part.count, 0, metadata.get());
+    launch<clamp_kernel>(part.chunks, stream, *metadata, limit);
   }
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The kernels as functions of raw device memory, for a compiler that knows neither CUDA nor torch.
+// Host-side interface to the kernels: raw device pointers only, so that it needs neither CUDA's nor torch's
+// headers.
 
 #pragma once
 
@@ -12,50 +13,51 @@
 namespace fastclip {
 namespace cuda {
 
-// One number or several in device memory; `data` is null where there are none.
-struct DeviceNumbers {
+// A scalar, or one scalar per index, in device memory; `data` is null where there is none.
+struct DeviceScalars {
   const void* data;
-  bool float64;  // else float32
-  bool several;
+  bool float64;  // dtype of `data`; else float32
+  bool per_index;
 };
 
-// What is wanted of the statistics pass.
-struct Request {
+// What the statistics kernel computes and where it writes the result.
+struct StatisticsOptions {
   uint32_t num_groups;
   bool groups_sorted;
-  bool finite_only;  // values of the finite elements, though the others are counted
-  bool clip;         // a summary and factors for the scale pass, or norms only
-  bool float64;      // the dtype of `result`, else float32
+  bool finite_only;  // NaN and Inf are counted but do not enter the values
+  bool clip;         // compute the summary and the factors for apply_clip(), else norms only
+  bool float64;      // dtype of `result`; else float32
   NonFinite nonfinite;
   void* result;  // [G, 3]: total norm, clip coefficient, found_inf; or [G]: total norm
   double max_norm;
-  DeviceNumbers max_norms;  // in place of max_norm, unless null
-  DeviceNumbers inv_scale;
+  DeviceScalars max_norms;  // replaces max_norm unless null
+  DeviceScalars inv_scale;
 };
 
 struct Item {
   char* data;
   int64_t numel;
   DType dtype;
-  uint32_t index;   // of its group, or of its factor
-  uint32_t repeat;  // how many items before this one have the very same memory
+  uint32_t index;   // index of its group, or of its factor
+  uint32_t repeat;  // number of earlier items with exactly the same memory
 };
 
-// All launches of one call. Errors of the CUDA runtime are thrown as std::runtime_error.
-class Pass {
+// The kernel launches of one call. CUDA runtime errors are thrown as std::runtime_error.
+class LaunchPlan {
  public:
-  Pass(std::vector<Item> items, uint32_t num_groups);
+  LaunchPlan(std::vector<Item> items, uint32_t num_groups);
 
-  // Memory on the device that statistics() and the scale() after it need.
+  // Bytes of device memory that statistics() and a following apply_clip() need.
   size_t workspace_bytes() const { return workspace_bytes_; }
 
-  // Writes `stats`, [N, 3] in float64, and what `request` names. `stream` is a cudaStream_t.
-  void statistics(Norm norm, const Request& request, double* stats, void* workspace, void* stream) const;
+  // Writes `stats`, [N, 3] in float64, and `options.result`. `stream` is a cudaStream_t.
+  void statistics(Norm norm, const StatisticsOptions& options, double* stats, void* workspace,
+                  void* stream) const;
 
-  // Scales as the statistics in the workspace demand.
-  void scale_as_decided(bool zero_nonfinite, void* workspace, void* stream) const;
-  // Scales by factors from elsewhere, [1] or one for each index.
-  void scale(DeviceNumbers factors, bool zero_nonfinite, void* stream) const;
+  // Scales by the factors that statistics() left in the workspace, if it found that to be needed.
+  void apply_clip(bool zero_nonfinite, void* workspace, void* stream) const;
+  // Scales by the given factors, [1] or one per index.
+  void scale(DeviceScalars factors, bool zero_nonfinite, void* stream) const;
   void clamp(double limit, void* stream) const;
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The CUDA implementations of the ops. Nothing here waits for the device.
+// The CUDA implementations of the ops. Nothing here synchronizes with the device.
 
 #include <fastclip_device.h>
 #include <torch/csrc/stable/library.h>
@@ -8,7 +8,7 @@
 #include <optional>
 #include <tuple>
 
-#include "packed.h"
+#include "packed_gradients.h"
 
 namespace fastclip {
 namespace cuda {
@@ -30,8 +30,8 @@ ScalarType result_dtype(const GradientList& list) {
   return list.any_float64() ? ScalarType::Double : ScalarType::Float;
 }
 
-// A small float32 or float64 tensor on the gradients' device, of which there must be one of two numbers.
-DeviceNumbers to_numbers(const Tensor& tensor, const Tensor& grad, int64_t one, int64_t other, const char* op,
+// Checks a float32 or float64 tensor of 1 or `count` elements on the device of the gradients.
+DeviceScalars to_scalars(const Tensor& tensor, const Tensor& grad, int64_t count, const char* op,
                          const char* name) {
   const bool float64 = tensor.scalar_type() == ScalarType::Double;
   const bool here = tensor.is_cpu() == grad.is_cpu() && tensor.get_device_index() == grad.get_device_index();
@@ -40,31 +40,28 @@ DeviceNumbers to_numbers(const Tensor& tensor, const Tensor& grad, int64_t one, 
                  " to be a contiguous float32 or float64 tensor on the device of the gradients");
   }
   const int64_t numel = tensor.numel();
-  if (numel != one && numel != other) {
-    fail(op, std::string("expected ") + name + " to have " + std::to_string(one) + " or " +
-                 std::to_string(other) + " elements, but got " + std::to_string(numel));
-  }
+  require_count(numel, count, op, name);
   return {tensor.const_data_ptr(), float64, numel > 1};
 }
 
-// The statistics of a call and what a scale pass after it needs.
+// The results of the statistics kernel; `workspace` is the input of LaunchPlan::apply_clip().
 struct Outcome {
   Tensor result;
   Tensor stats;
   Tensor workspace;
 };
 
-Outcome compute_statistics(const Pass& pass, const PackedGradients& grads, const Tensor& grad, Norm norm,
-                           Request request, int64_t columns, void* stream) {
+Outcome compute_statistics(const LaunchPlan& plan, const PackedGradients& grads, const Tensor& grad,
+                           Norm norm, StatisticsOptions options, int64_t columns, void* stream) {
   const ScalarType dtype = result_dtype(grads.list());
-  const int64_t groups = request.num_groups;
+  const int64_t groups = options.num_groups;
   Outcome outcome = {
       columns == 1 ? empty_beside(grad, {groups}, dtype) : empty_beside(grad, {groups, columns}, dtype),
       empty_beside(grad, {grads.list().size(), 3}, ScalarType::Double),
-      empty_beside(grad, {static_cast<int64_t>(pass.workspace_bytes())}, ScalarType::Byte)};
-  request.float64 = dtype == ScalarType::Double;
-  request.result = outcome.result.mutable_data_ptr();
-  pass.statistics(norm, request, static_cast<double*>(outcome.stats.mutable_data_ptr()),
+      empty_beside(grad, {static_cast<int64_t>(plan.workspace_bytes())}, ScalarType::Byte)};
+  options.float64 = dtype == ScalarType::Double;
+  options.result = outcome.result.mutable_data_ptr();
+  plan.statistics(norm, options, static_cast<double*>(outcome.stats.mutable_data_ptr()),
                   outcome.workspace.mutable_data_ptr(), stream);
   return outcome;
 }
@@ -76,12 +73,12 @@ std::tuple<Tensor, Tensor> grad_stats(std::vector<Tensor> grads, double norm_typ
   const DeviceScope device(first_of(grads, op));
   const PackedGradients packed(grads, Access::kRead, op);
   const Groups grouping(groups, packed.list().size(), op);
-  Request request = {};
-  request.num_groups = static_cast<uint32_t>(grouping.count());
-  request.groups_sorted = grouping.sorted();
-  request.finite_only = finite_only;
-  const Pass pass(packed.items([&](int64_t i) { return grouping.of(i); }), request.num_groups);
-  Outcome outcome = compute_statistics(pass, packed, grads[0], norm, request, 1, device.stream());
+  StatisticsOptions options = {};
+  options.num_groups = static_cast<uint32_t>(grouping.count());
+  options.groups_sorted = grouping.sorted();
+  options.finite_only = finite_only;
+  const LaunchPlan plan(packed.items([&](int64_t i) { return grouping.of(i); }), options.num_groups);
+  Outcome outcome = compute_statistics(plan, packed, grads[0], norm, options, 1, device.stream());
   return {outcome.result, outcome.stats};
 }
 
@@ -89,8 +86,8 @@ void scale_(std::vector<Tensor> grads, Tensor scale, bool zero_nonfinite) {
   constexpr const char* op = "scale_";
   const DeviceScope device(first_of(grads, op));
   PackedGradients packed(grads, Access::kWrite, op);
-  const DeviceNumbers factors = to_numbers(scale, grads[0], 1, packed.list().size(), op, "scale");
-  Pass(packed.items([](int64_t i) { return i; }), 1).scale(factors, zero_nonfinite, device.stream());
+  const DeviceScalars factors = to_scalars(scale, grads[0], packed.list().size(), op, "scale");
+  LaunchPlan(packed.items([](int64_t i) { return i; }), 1).scale(factors, zero_nonfinite, device.stream());
   packed.unpack();
 }
 
@@ -99,24 +96,24 @@ std::tuple<Tensor, Tensor> clip_(std::vector<Tensor> grads, double max_norm, dou
                                  std::optional<Tensor> max_norm_tensor, std::optional<Tensor> inv_scale) {
   constexpr const char* op = "clip_";
   const Norm norm = parse_norm(norm_type, op);
-  Request request = {};
-  request.nonfinite = parse_nonfinite(nonfinite, op);
+  StatisticsOptions options = {};
+  options.nonfinite = parse_nonfinite(nonfinite, op);
   const DeviceScope device(first_of(grads, op));
   PackedGradients packed(grads, Access::kWrite, op);
   const Groups grouping(groups, packed.list().size(), op);
-  request.num_groups = static_cast<uint32_t>(grouping.count());
-  request.groups_sorted = grouping.sorted();
-  request.finite_only = request.nonfinite == NonFinite::kZero;
-  request.clip = true;
-  request.max_norm = max_norm;
+  options.num_groups = static_cast<uint32_t>(grouping.count());
+  options.groups_sorted = grouping.sorted();
+  options.finite_only = options.nonfinite == NonFinite::kZero;
+  options.clip = true;
+  options.max_norm = max_norm;
   if (max_norm_tensor) {
-    request.max_norms = to_numbers(*max_norm_tensor, grads[0], 1, grouping.count(), op, "max_norm");
+    options.max_norms = to_scalars(*max_norm_tensor, grads[0], grouping.count(), op, "max_norm");
   }
-  if (inv_scale) request.inv_scale = to_numbers(*inv_scale, grads[0], 1, 1, op, "inv_scale");
+  if (inv_scale) options.inv_scale = to_scalars(*inv_scale, grads[0], 1, op, "inv_scale");
 
-  const Pass pass(packed.items([&](int64_t i) { return grouping.of(i); }), request.num_groups);
-  Outcome outcome = compute_statistics(pass, packed, grads[0], norm, request, 3, device.stream());
-  pass.scale_as_decided(request.finite_only, outcome.workspace.mutable_data_ptr(), device.stream());
+  const LaunchPlan plan(packed.items([&](int64_t i) { return grouping.of(i); }), options.num_groups);
+  Outcome outcome = compute_statistics(plan, packed, grads[0], norm, options, 3, device.stream());
+  plan.apply_clip(options.finite_only, outcome.workspace.mutable_data_ptr(), device.stream());
   packed.unpack();
   return {outcome.result, outcome.stats};
 }
@@ -126,7 +123,7 @@ void clamp_(std::vector<Tensor> grads, double limit) {
   require_limit(limit, op);
   const DeviceScope device(first_of(grads, op));
   PackedGradients packed(grads, Access::kWrite, op);
-  Pass(packed.items([](int64_t) { return 0; }), 1).clamp(limit, device.stream());
+  LaunchPlan(packed.items([](int64_t) { return 0; }), 1).clamp(limit, device.stream());
   packed.unpack();
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Everything that may be tuned on a GPU without changing what the kernels compute, in one place. Each value
-// can be set from the compiler's command line, so that one run can measure several builds.
+// All constants that may be tuned for a GPU without changing what the kernels compute. Each can be set on the
+// compiler's command line, so that one benchmark run can compare several builds.
 
 #pragma once
 
@@ -11,21 +11,21 @@
 namespace fastclip {
 namespace cuda {
 
-// Threads of a block. Changes the order of summation, and so the last bits of a norm.
+// Threads per block. Changes the order of summation and so the last bits of a norm.
 #ifndef FASTCLIP_THREADS
 #define FASTCLIP_THREADS 256
 #endif
 constexpr int kThreads = FASTCLIP_THREADS;
-constexpr int kWarp = 32;
-constexpr int kWarps = kThreads / kWarp;
+constexpr int kWarpSize = 32;
+constexpr int kWarps = kThreads / kWarpSize;
 
-// Loads of 16 bytes that a thread has in flight at once.
+// Loads of 16 bytes that a thread keeps in flight.
 #ifndef FASTCLIP_LOADS_IN_FLIGHT
 #define FASTCLIP_LOADS_IN_FLIGHT 4
 #endif
 constexpr int kLoadsInFlight = FASTCLIP_LOADS_IN_FLIGHT;
 
-// Threads that a multiprocessor can hold; registers are limited so that it does.
+// Threads that a multiprocessor can hold; __launch_bounds__ limits registers so that it does.
 #if !defined(__CUDA_ARCH__)
 constexpr int kResidentThreads = 2048;
 #elif __CUDA_ARCH__ == 750
@@ -37,15 +37,15 @@ constexpr int kResidentThreads = 2048;
 #endif
 constexpr int kResidentBlocks = kResidentThreads / kThreads;
 
-// Whether the scale pass goes from the last chunk to the first: what the statistics pass read last is then
-// found in the L2 cache.
+// Whether the scale kernel goes from the last chunk to the first, so that it finds in the L2 cache what the
+// statistics kernel read last.
 #ifndef FASTCLIP_SCALE_BACKWARDS
 #define FASTCLIP_SCALE_BACKWARDS 1
 #endif
 constexpr bool kScaleBackwards = FASTCLIP_SCALE_BACKWARDS;
 
-// How the L2 cache treats a line: 0 as it sees fit, 1 as one that is not needed again soon. The statistics
-// pass leaves lines for the scale pass, and the scale pass those for the optimizer.
+// The L2 cache policy: 0 the default, 1 evict first. By default the statistics kernel leaves lines in the
+// cache for the scale kernel, and the scale kernel for the optimizer.
 #ifndef FASTCLIP_STATISTICS_STREAM
 #define FASTCLIP_STATISTICS_STREAM 0
 #endif
@@ -53,15 +53,15 @@ constexpr bool kScaleBackwards = FASTCLIP_SCALE_BACKWARDS;
 #define FASTCLIP_UPDATE_STREAM 0
 #endif
 
-// An address out of a table could be of any memory. That it is global memory saves a test in every access.
+// Pointers from the metadata are generic. Knowing that they point to global memory saves a test per access.
 template <class T>
 __device__ __forceinline__ T* global(T* p) {
   __builtin_assume(__isGlobal(p));
   return p;
 }
 
-// Of a load of 16 bytes whose halves are used as float64 the compiler for sm_100 and sm_120 makes two, unless
-// it must believe that the words were changed in between, or reads by __ldg.
+// For sm_100 and sm_120 the compiler splits a 16-byte load whose halves are used as float64 in two, unless it
+// must assume that the words changed in between, or reads through __ldg.
 __device__ __forceinline__ uint4 keep_whole(uint4 v) {
   asm("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
   return v;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What changes a chunk in place, by all threads of a block.
+// In-place updates of one chunk by all threads of a block: scaling and clamping.
 
 #pragma once
 
-#include "finish.cuh"
+#include "finalize.cuh"
 
 namespace fastclip {
 namespace cuda {
@@ -11,7 +11,7 @@ namespace cuda {
 // A select, never a multiplication by 0: 0 * inf is NaN.
 template <class Real, bool zero_nonfinite>
 struct Scale {
-  // Half of them where more would take registers that are not there.
+  // Half as many loads in flight where the registers do not suffice for more.
   static constexpr int kLoads = zero_nonfinite || sizeof(Real) == 8 ? kLoadsInFlight / 2 : kLoadsInFlight;
 
   Real factor;
@@ -23,8 +23,8 @@ struct Scale {
   }
 };
 
-// What torch does: raise to -limit, then lower to limit. A negative limit then is the value of all elements.
-// NaN compares false and stays.
+// As in torch: raise to -limit, then lower to limit, so that a negative limit becomes the value of all
+// elements. NaN compares false and stays.
 template <class Real>
 struct Clamp {
   static constexpr int kLoads = kLoadsInFlight / 2;
@@ -50,7 +50,7 @@ __device__ __forceinline__ Vector change_all(const Vector& v, const Change& chan
   return changed;
 }
 
-// Writes a vector only if the change writes one of its elements. The others keep their bits.
+// Writes a vector only if one of its elements changes; the other elements keep their bits.
 template <class Type, class Change>
 __device__ __forceinline__ void update_vector(uint4* p, uint4 loaded, const Change& change) {
   Vector v(loaded);
@@ -85,7 +85,7 @@ __device__ __forceinline__ void update_chunk(const Chunk& chunk, const Change& c
     }
   } else {
     for_vectors(chunk, [&](uint4* p) { update_vector<Type>(p, load_to_update(p), change); });
-    for_loose_elements<Type>(chunk, [&](typename Type::Element* p) {
+    for_head_and_tail<Type>(chunk, [&](typename Type::Element* p) {
       const auto x = Type::from(load_to_update(p));
       if (change.writes(x)) store_update(p, Type::to(change(x)));
     });

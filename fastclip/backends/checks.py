@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a list of gradients must be, said with the index, shape and dtype of the one that is not."""
+"""Checks of a list of gradients; errors name the index, shape, dtype and device of the offending gradient."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _COMPLEX_DTYPES = frozenset({torch.complex32, torch.complex64, torch.complex128}
 
 
 def describe(index: int, grad: Tensor) -> str:
-    """The words for one gradient in a message."""
+    """Return the description of one gradient for an error message."""
     return f"gradient {index} with shape {list(grad.shape)}, dtype {grad.dtype} on {grad.device}"
 
 
 def is_dense(grad: Tensor) -> bool:
-    """Whether the kernels' list of dtypes and layouts holds this gradient."""
+    """Return whether the kernels support the dtype and layout of this gradient."""
     return grad.layout == torch.strided and grad.dtype in DENSE_DTYPES
 
 
@@ -33,13 +33,18 @@ def require_tensor(grad: object, index: int) -> None:
 
 
 def require_gradients(grads: Sequence[Tensor]) -> None:
-    """Raise TypeError unless all are plain tensors that have a norm."""
+    """Raise unless all gradients are plain tensors whose dtype and layout are supported.
+
+    Raises:
+        TypeError: a gradient is not a tensor, or its dtype or layout is not supported.
+        NotImplementedError: a gradient is a DTensor.
+    """
     for index, grad in enumerate(grads):
         require_tensor(grad, index)
         if type(grad).__name__ == "DTensor":
             raise NotImplementedError(
-                "expected plain tensors inside of torch.compile, but got a DTensor as "
-                f"{describe(index, grad)}; clip sharded gradients outside of the compiled function"
+                "expected plain tensors inside torch.compile, but got a DTensor as "
+                f"{describe(index, grad)}; clip sharded gradients outside the compiled function"
             )
         if grad.dtype not in DENSE_DTYPES and grad.dtype not in _COMPLEX_DTYPES:
             raise TypeError(
@@ -48,13 +53,13 @@ def require_gradients(grads: Sequence[Tensor]) -> None:
             )
         if grad.layout not in (torch.strided, torch.sparse_coo):
             raise TypeError(
-                f"expected strided or sparse COO gradients, but got layout {grad.layout} of "
+                f"expected strided or sparse COO gradients, but got layout {grad.layout} for "
                 f"{describe(index, grad)}"
             )
 
 
 def require_real(grads: Sequence[Tensor]) -> None:
-    """Raise NotImplementedError for a complex gradient: complex numbers have no order to clip by."""
+    """Raise NotImplementedError for a complex gradient, as complex numbers are not ordered."""
     for index, grad in enumerate(grads):
         if grad.is_complex():
             raise NotImplementedError(
@@ -63,14 +68,14 @@ def require_real(grads: Sequence[Tensor]) -> None:
 
 
 def _extent(grad: Tensor) -> tuple[int, int]:
-    """First byte and the one after the last, counted from the beginning of the storage."""
+    """Return the first byte of a gradient and the one past its last, as offsets into its storage."""
     last = sum((size - 1) * stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
     begin = int(grad.storage_offset()) * grad.element_size()
     return begin, begin + (last + 1) * grad.element_size()
 
 
 def _overlapping(grads: Sequence[Tensor], indices: list[int]) -> tuple[int, int] | None:
-    """Two gradients of one storage that share part of their memory, found by marking every byte."""
+    """Return the indices of two gradients of one storage that overlap, or None; marks every byte used."""
     owner = torch.full((grads[indices[0]].untyped_storage().nbytes(),), -1, dtype=torch.int32)
     for index in indices:
         grad = grads[index]
@@ -85,17 +90,17 @@ def _overlapping(grads: Sequence[Tensor], indices: list[int]) -> tuple[int, int]
 
 
 def require_writable(grads: Sequence[Tensor]) -> None:
-    """Raise RuntimeError for a gradient that overlaps itself, or two that overlap in part.
+    """Raise RuntimeError for a gradient that overlaps itself, or for two that overlap partly.
 
-    The very same gradient twice is allowed: it is written twice, as by torch.
+    Exactly the same gradient twice is allowed: it is written twice, as by torch.
     """
     by_storage: dict[int, dict[tuple, int]] = defaultdict(dict)
     for index, grad in enumerate(grads):
         values = grad._values() if grad.is_sparse else grad
         if torch._debug_has_internal_overlap(values) == 1:  # 1: certainly, 2: too hard to tell
             raise RuntimeError(
-                "expected gradients with an element of memory for each of their elements, but those of "
-                f"{describe(index, grad)} with strides {list(values.stride())} share memory"
+                f"expected gradients that do not overlap, but {describe(index, grad)} and strides "
+                f"{list(values.stride())} overlaps itself (an expanded tensor?)"
             )
         if not grad.is_sparse and grad.numel() > 0:
             place = (grad.storage_offset(), grad.shape, grad.stride(), grad.dtype)

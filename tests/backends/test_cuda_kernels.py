@@ -71,33 +71,37 @@ FAULTS = {
         "kernels.cuh", "    __syncthreads();  // before", "    // before", "threads"
     ),
     "no barrier between rows and totals": Fault(
-        "kernels.cuh", "  __syncthreads();\n  finish_call", "  finish_call", "threads"
+        "kernels.cuh", "  __syncthreads();\n  finalize", "  finalize", "threads"
     ),
     "no fence before a segment is told complete": Fault(
-        "finish.cuh", "    __threadfence();\n    done", "    done", "threads"
+        "finalize.cuh", "    __threadfence();\n    done", "    done", "threads"
     ),
     "no fence before a segment is summed up": Fault(
-        "finish.cuh",
+        "finalize.cuh",
         "!= size) return;\n  __threadfence();",
         "!= size) return;",
         "threads",
     ),
     "no fence before a block is told finished": Fault(
-        "finish.cuh", "    __threadfence();\n    shared.last_block", "    shared.last_block", "threads"
+        "finalize.cuh", "    __threadfence();\n    shared.last_block", "    shared.last_block", "threads"
     ),
     "no fence before the last block reads": Fault(
-        "finish.cuh", "{\n      __threadfence();\n      atomicExch", "{\n      atomicExch", "threads"
+        "finalize.cuh", "{\n      __threadfence();\n      atomicExch", "{\n      atomicExch", "threads"
     ),
     "a lost tail": Fault("elements.cuh", "if (tail < chunk.end) use", "if (false) use"),
     "a lost head": Fault("elements.cuh", "if (head < head_end) use", "if (false) use"),
     "a 32-bit offset": Fault(
-        "table.cuh", "static_cast<uint64_t>(of_tensor) * kChunkBytes", "of_tensor * kChunkBytes"
+        "tensor_list_metadata.cuh",
+        "static_cast<uint64_t>(chunk_in_tensor) * kChunkBytes",
+        "chunk_in_tensor * kChunkBytes",
     ),
     "gradients without elements skipped": Fault(
         "launch.cu", "const Item& item = items[i];", "const Item& item = items[i]; if (!item.numel) continue;"
     ),
     "the gradient before one without elements": Fault(
-        "table.cuh", "table.first_chunk[middle] <= chunk", "table.first_chunk[middle] < chunk"
+        "tensor_list_metadata.cuh",
+        "metadata.first_chunk[middle] <= chunk",
+        "metadata.first_chunk[middle] < chunk",
     ),
 }
 MORE_FAULTS = {
@@ -109,29 +113,35 @@ MORE_FAULTS = {
     "a vector too many": Fault(
         "elements.cuh", "v < chunk.end / kVectorBytes;", "v <= chunk.end / kVectorBytes;", "address"
     ),
-    "a segment counter left": Fault("finish.cuh", "atomicExch(workspace.segment_done + segment, 0u);", ""),
-    "a block counter left": Fault("finish.cuh", "atomicExch(workspace.blocks_done, 0u);", ""),
-    "a segment short of a chunk": Fault("finish.cuh", "i = lane; i < size;", "i = lane; i + 1 < size;"),
+    "a segment counter left": Fault("finalize.cuh", "atomicExch(workspace.segment_done + segment, 0u);", ""),
+    "a block counter left": Fault("finalize.cuh", "atomicExch(workspace.blocks_done, 0u);", ""),
+    "a segment short of a chunk": Fault("finalize.cuh", "i = lane; i < size;", "i = lane; i + 1 < size;"),
     "sums in the order of the blocks": Fault(
-        "finish.cuh", "load_slot(workspace, begin + i)", "load_slot(workspace, begin + (i + number) % size)"
+        "finalize.cuh",
+        "load_partial(workspace, begin + i)",
+        "load_partial(workspace, begin + (i + number) % size)",
     ),
     "NaN taken for Inf": Fault("reduce.cuh", "nan_count += is_nan(x);", "inf_count += is_nan(x);"),
     "underflow taken for zero": Fault("reduce.cuh", "total < kTinySum && any", "false && any"),
     "zeros read twice make no difference, values of them do": Fault(
-        "reduce.cuh", "if (finite_only || row", "if (row"
+        "reduce.cuh", "if (finite_only || stats", "if (stats"
     ),
     "a maximum that loses NaN": Fault(
-        "team.cuh", "return to_bits(a) > to_bits(b) ? a : b;", "return fmax(a, b);"
+        "block_reduce.cuh", "return to_bits(a) > to_bits(b) ? a : b;", "return fmax(a, b);"
     ),
     "zero by multiplication": Fault("update.cuh", "? Real{0} : x * factor", "? x * Real{0} : x * factor"),
-    "skip that writes": Fault("finish.cuh", "wanted = !skips && ", "wanted = "),
-    "found_inf left out": Fault("finish.cuh", "decision->found_inf |= summary.found_inf;", ""),
-    "groups always sorted": Fault("finish.cuh", "if (arguments.request.groups_sorted) {", "if (true) {"),
-    "a factor of another gradient": Fault("launch.cu", "item.index : kLeftOut", "item.index ^ 1 : kLeftOut"),
+    "skip that writes": Fault("finalize.cuh", "scale_needed = !skips && ", "scale_needed = "),
+    "found_inf left out": Fault("finalize.cuh", "decision->found_inf |= summary.found_inf;", ""),
+    "groups always sorted": Fault("finalize.cuh", "if (arguments.options.groups_sorted) {", "if (true) {"),
+    "a factor of another gradient": Fault(
+        "launch.cu", "item.index : kSkipTensor", "item.index ^ 1 : kSkipTensor"
+    ),
     "the same gradient scaled at once": Fault(
         "launch.cu", "round == item.repeat ?", "round == 0 ?", "threads"
     ),
-    "one chunk too far in the scale pass": Fault("kernels.cuh", "table.chunks - 1 - i", "table.chunks - i"),
+    "one chunk too far in the scale pass": Fault(
+        "kernels.cuh", "metadata.chunks - 1 - i", "metadata.chunks - i"
+    ),
     "a limit that raises only": Fault("update.cuh", "x > limit ? limit : -fabs(limit)", "-fabs(limit)"),
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Holds the kernels against naive arithmetic, on lists of raw memory. No torch: sanitizers see nothing else.
+// Compares the kernels with naive arithmetic on lists of raw memory, without torch, so that sanitizers check
+// nothing but the kernels.
 //
-// Every call is made with several grids and orders of blocks and threads, and must give the same bits. The
-// argument "quick" leaves out what would take long with one thread of the system for each of a block's.
+// Every call runs with several grids and orders of blocks and threads, and must give the same bits. The
+// argument "quick" skips what would take long where every CUDA thread is a system thread.
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +13,7 @@
 #include <limits>
 #include <string>
 
-#include "../../csrc/cuda/kernels.cuh"
+#include "../../../csrc/cuda/kernels.cuh"
 #include "lists.h"
 
 using namespace fastclip;
@@ -40,12 +41,12 @@ struct Outcome {
   }
 };
 
-// Exactly as much as is needed, and garbage in it.
+// A workspace of exactly `size` bytes, filled with garbage.
 std::vector<char> garbage(size_t size) { return std::vector<char>(size, static_cast<char>(0xa5)); }
 
-using Call = std::function<void(const Pass&, Outcome&)>;
+using Call = std::function<void(const LaunchPlan&, Outcome&)>;
 
-// The call under every grid and order, with the outcome of the first.
+// Runs the call under every grid and order, and returns the outcome of the first.
 Outcome run(const List& list, uint32_t groups, const Call& call, const std::string& where) {
   Outcome first;
   bool is_first = true;
@@ -57,7 +58,7 @@ Outcome run(const List& list, uint32_t groups, const Call& call, const std::stri
     Outcome outcome;
     outcome.list = list;
     outcome.stats.assign(3 * list.size(), NAN);
-    call(Pass(outcome.list.items(), groups), outcome);
+    call(LaunchPlan(outcome.list.items(), groups), outcome);
     if (is_first) {
       first = outcome;
     } else {
@@ -68,14 +69,14 @@ Outcome run(const List& list, uint32_t groups, const Call& call, const std::stri
   return first;
 }
 
-Request request_for(const List& list, uint32_t groups, Outcome& outcome, int columns) {
-  Request request = {};
-  request.num_groups = groups;
-  request.groups_sorted = list.groups_sorted();
-  request.float64 = true;
+StatisticsOptions options_for(const List& list, uint32_t groups, Outcome& outcome, int columns) {
+  StatisticsOptions options = {};
+  options.num_groups = groups;
+  options.groups_sorted = list.groups_sorted();
+  options.float64 = true;
   outcome.result.assign(groups * columns, NAN);
-  request.result = outcome.result.data();
-  return request;
+  options.result = outcome.result.data();
+  return options;
 }
 
 bool close(double actual, double exact, double tolerance) {
@@ -90,14 +91,14 @@ void check_statistics(const List& list, Norm norm, bool finite_only, const std::
   const uint32_t groups = list.num_groups();
   const Outcome outcome = run(
       list, groups,
-      [&](const Pass& pass, Outcome& out) {
-        Request request = request_for(list, groups, out, 1);
-        request.finite_only = finite_only;
-        std::vector<char> workspace = garbage(pass.workspace_bytes());
-        pass.statistics(norm, request, out.stats.data(), workspace.data(), nullptr);
+      [&](const LaunchPlan& plan, Outcome& out) {
+        StatisticsOptions options = options_for(list, groups, out, 1);
+        options.finite_only = finite_only;
+        std::vector<char> workspace = garbage(plan.workspace_bytes());
+        plan.statistics(norm, options, out.stats.data(), workspace.data(), nullptr);
       },
       where);
-  expect(outcome.list == list, "gradients that are only read stay", where);
+  expect(outcome.list == list, "gradients that are only read are unchanged", where);
   std::vector<double> totals(groups);
   for (size_t g = 0; g < list.size(); ++g) {
     const Naive exact = naive(list[g], norm, finite_only);
@@ -119,16 +120,16 @@ void check_clip(const List& list, NonFinite mode, double max_norm, const std::st
   const double inv_scale = 0.5;
   const Outcome outcome = run(
       list, groups,
-      [&](const Pass& pass, Outcome& out) {
-        Request request = request_for(list, groups, out, 3);
-        request.clip = true;
-        request.nonfinite = mode;
-        request.finite_only = mode == NonFinite::kZero;
-        request.max_norm = max_norm;
-        request.inv_scale = {&inv_scale, true, false};
-        std::vector<char> workspace = garbage(pass.workspace_bytes());
-        pass.statistics(kNorm2, request, out.stats.data(), workspace.data(), nullptr);
-        pass.scale_as_decided(request.finite_only, workspace.data(), nullptr);
+      [&](const LaunchPlan& plan, Outcome& out) {
+        StatisticsOptions options = options_for(list, groups, out, 3);
+        options.clip = true;
+        options.nonfinite = mode;
+        options.finite_only = mode == NonFinite::kZero;
+        options.max_norm = max_norm;
+        options.inv_scale = {&inv_scale, true, false};
+        std::vector<char> workspace = garbage(plan.workspace_bytes());
+        plan.statistics(kNorm2, options, out.stats.data(), workspace.data(), nullptr);
+        plan.apply_clip(options.finite_only, workspace.data(), nullptr);
       },
       where);
   bool any_found = false;
@@ -142,7 +143,7 @@ void check_clip(const List& list, NonFinite mode, double max_norm, const std::st
     expect(row[1] == std::fmin(1, 1 / (row[0] + 1e-6) * max_norm) || std::isnan(row[1]), "coefficient",
            where);
   }
-  expect(outcome.list.margins_are_whole(), "memory beside the gradients", where);
+  expect(outcome.list.margins_are_intact(), "memory beside the gradients", where);
 }
 
 void check_scale_and_clamp(const List& list, const std::string& where) {
@@ -150,51 +151,51 @@ void check_scale_and_clamp(const List& list, const std::string& where) {
   for (size_t g = 0; g < list.size(); ++g) factors.push_back(g % 3 ? 0.25 + g : 1);
   const Outcome by_factors = run(
       list, 1,
-      [&](const Pass&, Outcome& out) {
+      [&](const LaunchPlan&, Outcome& out) {
         std::vector<Item> items = out.list.items();
         for (size_t i = 0; i < items.size(); ++i) items[i].index = static_cast<uint32_t>(i);
-        Pass(items, 1).scale({factors.data(), true, true}, true, nullptr);
+        LaunchPlan(items, 1).scale({factors.data(), true, true}, true, nullptr);
       },
       where);
   const double limit = 0.75;
   const Outcome clamped =
-      run(list, 1, [&](const Pass& pass, Outcome&) { pass.clamp(limit, nullptr); }, where);
+      run(list, 1, [&](const LaunchPlan& plan, Outcome&) { plan.clamp(limit, nullptr); }, where);
   for (size_t g = 0; g < list.size(); ++g) {
     expect(by_factors.list[g].equals(scaled(list[g], factors[g], true)), "elements after scaling", where);
     expect(clamped.list[g].equals(clamped_to(list[g], limit)), "elements after limiting", where);
   }
-  expect(by_factors.list.margins_are_whole() && clamped.list.margins_are_whole(),
+  expect(by_factors.list.margins_are_intact() && clamped.list.margins_are_intact(),
          "memory beside the gradients", where);
 }
 
-// The very same memory in three places of the list is scaled three times.
+// Exactly the same memory three times in the list is scaled three times.
 void check_repeats(DType dtype) {
   const List list = List::normal(dtype, {kChunkBytes / 8 + 3});
   const double factor = 2;
   const Outcome outcome = run(
       list, 1,
-      [&](const Pass&, Outcome& out) {
+      [&](const LaunchPlan&, Outcome& out) {
         const Item item = out.list.items()[0];
         std::vector<Item> items(3, item);
         items[1].repeat = 1;
         items[2].repeat = 2;
-        Pass(items, 1).scale({&factor, true, false}, false, nullptr);
+        LaunchPlan(items, 1).scale({&factor, true, false}, false, nullptr);
       },
       "repeats");
   expect(outcome.list[0].equals(scaled(list[0], 8, false)), "the same gradient three times", "repeats");
 }
 
-// Offsets beyond 2^32 bytes, without the memory.
+// Offsets beyond 2^32 bytes, without allocating that much.
 void check_addresses() {
-  Table table = {};
+  TensorListMetadata metadata = {};
   char* base = reinterpret_cast<char*>(uint64_t{1} << 40);
-  table.data[0] = table.data[1] = base + 6;
-  table.first_chunk[1] = 7;
-  table.last_end[1] = 100 | kBFloat16 << Table::kDTypeShift;
-  table.count = 2;
-  table.chunks = 7 + 3000000;
+  metadata.data[0] = metadata.data[1] = base + 6;
+  metadata.first_chunk[1] = 7;
+  metadata.last_end[1] = 100 | kBFloat16 << TensorListMetadata::kDTypeShift;
+  metadata.count = 2;
+  metadata.chunks = 7 + 3000000;
   for (uint32_t number : {7u, 8u, 70000u, 3000006u}) {
-    const Chunk chunk = find_chunk(table, number);
+    const Chunk chunk = find_chunk(metadata, number);
     expect(chunk.data == base + uint64_t{number - 7} * kChunkBytes, "address of a chunk", "far away");
     expect(chunk.begin == (number == 7 ? 6 : 0), "beginning of a chunk", "far away");
     expect(chunk.end == (number == 3000006 ? 100 : kChunkBytes), "end of a chunk", "far away");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The settings, for Python.
+// Lets Python change the settings.
 
 #include "scheduler.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Stands in for NVIDIA's header of this name.
+// Replaces NVIDIA's header of this name.
 
 #pragma once
 
@@ -14,7 +14,7 @@ struct __nv_bfloat162 {
 };
 
 inline uint16_t __bfloat16_as_ushort(__nv_bfloat16 x) { return x.bits; }
-// To nearest, ties to even; every NaN becomes the one that the conversion instruction gives.
+// Rounds to nearest, ties to even; every NaN becomes the one that the conversion instruction returns.
 inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   const uint32_t bits = __float_as_uint(x);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;

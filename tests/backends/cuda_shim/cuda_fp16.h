@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Stands in for NVIDIA's header of this name.
+// Replaces NVIDIA's header of this name.
 
 #pragma once
 
@@ -15,7 +15,7 @@ inline float __half2float(__half x) { return static_cast<float>(x.value); }
 struct __half2 {
   __half x, y;
 };
-// Every NaN becomes the one that the conversion instruction gives.
+// Every NaN becomes the one that the conversion instruction returns.
 inline __half __float2half_rn(float x) {
   return x != x ? __ushort_as_half(0x7fff) : __half{static_cast<_Float16>(x)};
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Stands in for NVIDIA's header of this name, so that the kernels compile as plain C++ and run on a CPU. It
-// holds what csrc/cuda uses and nothing else.
+// Replaces NVIDIA's header of this name, so that the kernels compile as plain C++ and run on a CPU. It holds
+// only what csrc/cuda uses.
 
 #pragma once
 
@@ -16,11 +16,11 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-// Parameters are shared by all threads here as they are on a GPU, and not copied for each.
+// Parameters are shared by all threads, as on a GPU, and not copied for each.
 #define FASTCLIP_PARAMETER(Type) const Type&
 #define FASTCLIP_SHARED(Type, name) Type& name = fastclip_shim::block_memory<Type>()
 
-// threadIdx.x and the like, each a number of the running thread.
+// threadIdx.x and the like, read from the running thread.
 template <uint32_t fastclip_shim::Thread::* number>
 struct ThreadNumber {
   struct {
@@ -90,7 +90,7 @@ inline T __shfl_xor_sync(uint32_t, T x, int bits) {
   return fastclip_shim::exchange(x, fastclip_shim::lane() ^ bits);
 }
 
-// The runtime's functions.
+// Functions of the CUDA runtime.
 typedef void* cudaStream_t;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
@@ -103,7 +103,7 @@ struct cudaLaunchConfig_t {
   cudaStream_t stream;
 };
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid argument"; }
-// A device for each size of the grid, since what a device holds is asked only once.
+// One device per size of the grid, since the number of resident blocks is cached per device.
 inline cudaError_t cudaGetDevice(int* device) {
   return *device = fastclip_shim::settings().blocks, cudaSuccess;
 }

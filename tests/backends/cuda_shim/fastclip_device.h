@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Stands in for csrc/cuda/fastclip_device.h: the ops run on CPU tensors, under a namespace of their own.
+// Replaces csrc/cuda/fastclip_device.h: the ops run on CPU tensors, in a namespace of their own.
 
 #pragma once
 

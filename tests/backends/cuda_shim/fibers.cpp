@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The threads of a kernel as fibers: they change places at barriers only. A barrier that some threads never
-// reach ends the program.
+// Runs the threads of a kernel as fibers, which switch at barriers only. A barrier that some threads never
+// reach aborts the program.
 
 #ifndef FASTCLIP_SHIM_THREADS
 
@@ -50,8 +50,8 @@ jmp_buf scheduler_place;
 #endif
 const std::function<void()>* body = nullptr;
 
-// A fiber is entered through its context. After that places are changed by the jumps of the C library, which
-// unlike contexts make no system call; AddressSanitizer must be told of every change, and knows contexts.
+// A fiber is entered through its context. Later switches use longjmp, which unlike swapcontext makes no
+// system call; under AddressSanitizer, which must be notified of every switch, they use swapcontext.
 #if defined(__SANITIZE_ADDRESS__)
 void leave(bool for_good) {
   Fiber* fiber = running;

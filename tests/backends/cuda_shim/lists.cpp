@@ -2,13 +2,13 @@
 
 #include "lists.h"
 
-#include "../../csrc/cuda/finish.cuh"
+#include "../../../csrc/cuda/finalize.cuh"
 
 namespace {
 
 constexpr DType kDTypes[] = {kFloat32, kBFloat16, kFloat16, kFloat64};
 
-// Sizes in elements round those of a vector, of what a block reads at once, and of a chunk.
+// Sizes in elements around those of a vector, of what a block reads at once, and of a chunk.
 std::vector<size_t> edges(DType dtype) {
   std::vector<size_t> sizes;
   for (size_t bytes : {kVectorBytes, kVectorBytes * kThreads, kChunkBytes}) {
@@ -18,7 +18,7 @@ std::vector<size_t> edges(DType dtype) {
   return sizes;
 }
 
-// Gradients without elements first, last, next to each other, and alone.
+// Empty gradients first, last, next to each other, and alone.
 List with_empty(DType dtype) {
   const size_t chunk = kChunkBytes / item_size(dtype);
   return List::normal(dtype, {0, 0, 5, 0, chunk, 0, 0, chunk + 1, 3, 0});
@@ -36,7 +36,7 @@ List with_nonfinite(DType dtype) {
   return list;
 }
 
-// Squares that over- or underflow in float32, and zeros that must not pass for them.
+// Squares that overflow or underflow in float32, and zeros, which must not be taken for underflow.
 List with_extremes(DType dtype) {
   const double large = dtype == kFloat16 ? 6e4 : 1e20, small = dtype == kFloat16 ? 6e-8 : 1e-25;
   List list;
@@ -63,7 +63,7 @@ List in_groups(bool sorted) {
   return list;
 }
 
-// More gradients than one launch takes, with some of several chunks in each launch.
+// More gradients than one launch takes; each launch has some of several chunks.
 List many() {
   List list;
   for (int i = 0; i < kMaxTensors + 7; ++i) list.add(kDTypes[i % 4], i % 800 ? i % 11 : kChunkBytes);
@@ -89,8 +89,8 @@ std::vector<std::pair<std::string, List>> all_lists(bool quick) {
   lists.emplace_back("sorted groups", in_groups(true));
   lists.emplace_back("groups in any order", in_groups(false));
   if (quick) return lists;
-  lists.emplace_back("more than a table", many());
-  // More chunks than a warp sums up at once.
+  lists.emplace_back("more than a launch", many());
+  // More chunks than one warp combines.
   lists.emplace_back("segments", List::normal(kFloat64, {(2 * kSegment + 3) * kChunkBytes / 8}));
   return lists;
 }

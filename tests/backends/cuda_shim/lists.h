@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Lists of gradients in raw memory, and what should become of them.
+// Lists of gradients in raw memory, and the naive arithmetic that gives their expected results.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "../../csrc/cuda/elements.cuh"
-#include "../../csrc/cuda/launch.h"
+#include "../../../csrc/cuda/elements.cuh"
+#include "../../../csrc/cuda/launch.h"
 
 using namespace fastclip;
 using namespace fastclip::cuda;
@@ -39,8 +39,8 @@ inline bool same_bits(const std::vector<double>& a, const std::vector<double>& b
   return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
 }
 
-// A gradient that begins `offset` elements into aligned memory. Nothing lies behind its last element, so
-// that AddressSanitizer sees what reads too far; what lies before it must stay as it is.
+// A gradient that begins `offset` elements into aligned memory. Its allocation ends with its last element, so
+// that AddressSanitizer reports reads beyond it; the margin before it must not change.
 class Grad {
  public:
   Grad(DType dtype, size_t numel, size_t offset = 0)
@@ -53,13 +53,13 @@ class Grad {
   char* data() { return memory_.data() + offset_ * item_size(dtype); }
   double get(size_t i) const { return decode(memory_.data() + (offset_ + i) * item_size(dtype), dtype); }
   void set(size_t i, double x) { encode(data() + i * item_size(dtype), dtype, x); }
-  bool margin_is_whole() const {
+  bool margin_is_intact() const {
     for (size_t i = 0; i < offset_ * item_size(dtype); ++i) {
       if (memory_[i] != 0x5a) return false;
     }
     return true;
   }
-  // The same numbers; any NaN equals any other, as its bits are the processor's affair.
+  // Compares values; any NaN equals any other, as its bits depend on the processor.
   bool equals(const Grad& other) const {
     for (size_t i = 0; i < numel; ++i) {
       const double x = get(i), y = other.get(i);
@@ -119,9 +119,9 @@ class List {
     }
     return true;
   }
-  bool margins_are_whole() const {
+  bool margins_are_intact() const {
     for (const Grad& grad : grads_) {
-      if (!grad.margin_is_whole()) return false;
+      if (!grad.margin_is_intact()) return false;
     }
     return true;
   }
@@ -170,5 +170,6 @@ inline Grad clamped_to(Grad grad, double limit) {
   return grad;
 }
 
-// Every edge of vectors, chunks, segments and tables, in each dtype; all dtypes together; special values.
+// Covers the edges of vectors, chunks, segments and launches in each dtype, all dtypes together, and special
+// values. `quick` returns only the lists that the slowest builds can run.
 std::vector<std::pair<std::string, List>> all_lists(bool quick);

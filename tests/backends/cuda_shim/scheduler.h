@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Runs the threads of a kernel: as fibers of one thread, in an order that a seed decides, or, with
-// FASTCLIP_SHIM_THREADS defined, each as a thread of the system, so that ThreadSanitizer sees every race.
+// Runs the threads of a kernel as fibers of one thread, in an order given by a seed, or, if
+// FASTCLIP_SHIM_THREADS is defined, each as a system thread, so that ThreadSanitizer sees every race.
 
 #pragma once
 
@@ -13,12 +13,12 @@
 namespace fastclip_shim {
 
 struct Settings {
-  int blocks = 3;     // what the device can hold at once, and so the largest grid
+  int blocks = 3;     // resident blocks of the device, and so the largest grid
   unsigned seed = 0;  // of the order of blocks and threads; 0 is the natural order
 };
 Settings& settings();
 
-// Waits until all of `size` threads have come.
+// Blocks until `size` threads have called wait().
 class Barrier {
  public:
   explicit Barrier(int size);
@@ -46,7 +46,7 @@ struct Block {
   Barrier barrier;
   std::vector<int> votes;
   std::vector<std::unique_ptr<Warp>> warps;
-  std::vector<unsigned char> memory;  // what its threads share; garbage at first
+  std::vector<unsigned char> memory;  // shared memory; garbage at first
 };
 
 struct Thread {
@@ -87,9 +87,9 @@ int any(Barrier& barrier, Votes& votes, int place, int vote) {
   return found;
 }
 
-// A relaxed addition, which orders nothing by itself. What a thread wrote before a fence and an addition can
-// be read by one that comes to a later addition to the same number and a fence: so ThreadSanitizer is told,
-// and reports a fence that was left out.
+// A relaxed addition, which alone orders nothing. What a thread wrote before a fence and an addition is
+// visible to a thread that executes a later addition to the same number and then a fence. ThreadSanitizer is
+// notified of exactly this, so that it reports a missing fence.
 uint32_t add(uint32_t* number, uint32_t x);
 void fence();
 

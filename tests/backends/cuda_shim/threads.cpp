@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The threads of a kernel as threads of the system, all blocks at once.
+// Runs the threads of a kernel as system threads, all blocks at once.
 
 #ifdef FASTCLIP_SHIM_THREADS
 
@@ -24,7 +24,7 @@ constexpr size_t kSharedSize = 16 << 10;
 
 thread_local Thread current;
 
-thread_local bool fenced = false;  // since its last addition
+thread_local bool fenced = false;  // since the thread's last addition
 thread_local uint32_t* added_to = nullptr;
 
 }  // namespace

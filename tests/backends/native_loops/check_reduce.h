@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The loops that read, against sums and counts taken one element after the other in double precision.
+// Checks of the loops that read, against sums and counts computed element by element in double precision.
 
 #pragma once
 
@@ -44,13 +44,13 @@ inline Expected expect(const Format& format, const Content& content, const Refer
   const double sum = reference.sum[norm];
   const double largest_term =
       norm == fastclip::kNorm1 ? reference.largest : reference.largest * reference.largest;
-  // What float32 can hold is summed in float32, all else in float64: here two sums of as many roundings as
-  // there are elements. kTinySum is 2^-87, near which either will do.
+  // What float32 can represent is summed in float32, all else in float64, where the two sums differ by at
+  // most one rounding per element. Near kTinySum, 2^-87, either is accepted.
   const bool in_float64 = format.dtype == fastclip::kFloat64 || reference.nans + reference.infs > 0 ||
                           largest_term > std::numeric_limits<float>::max() ||
                           (norm == fastclip::kNorm2 && sum < 0x1p-88);
   if (in_float64) return {sum, std::ldexp(static_cast<double>(content.bits.size()), -52)};
-  // A lane makes at most 32 roundings, each by 2^-24, before it is emptied into float64.
+  // A lane rounds at most 32 times, each by 2^-24, before it is added to its float64 lane.
   return {sum, content.worst_rounding ? 33 * 0x1p-24 : 1e-6};
 }
 
@@ -61,12 +61,12 @@ inline bool agrees(double value, const Expected& expected) {
   return std::fabs(value - expected.value) <= expected.tolerance * expected.value;
 }
 
-inline bool same_bits(const fastclip::Partial& a, const fastclip::Partial& b) {
+inline bool same_bits(const fastclip::PartialStats& a, const fastclip::PartialStats& b) {
   return bit_cast<uint64_t>(a.value) == bit_cast<uint64_t>(b.value) && a.nan_count == b.nan_count &&
          a.inf_count == b.inf_count;
 }
 
-inline std::string describe(const fastclip::Partial& partial) {
+inline std::string describe(const fastclip::PartialStats& partial) {
   char text[128];
   std::snprintf(text, sizeof text, "%.17g (%s), %lld NaN, %lld Inf", partial.value,
                 hex(bit_cast<uint64_t>(partial.value)).c_str(), static_cast<long long>(partial.nan_count),
@@ -79,14 +79,14 @@ inline std::string describe_run(const Format& format, const Content& content, in
          " offset " + std::to_string(offset);
 }
 
-inline fastclip::Partial call_reduce(const fastclip::Loops& loops, const Format& format, GuardedRun& run,
-                                     int64_t size, int norm, bool finite_only) {
-  fastclip::Partial partial{-1, -1, -1};
+inline fastclip::PartialStats call_reduce(const fastclip::Loops& loops, const Format& format, GuardedRun& run,
+                                          int64_t size, int norm, bool finite_only) {
+  fastclip::PartialStats partial{-1, -1, -1};
   loops.reduce[format.dtype][norm](run.data(), size, finite_only, &partial);
   return partial;
 }
 
-// All reductions of one content; from the second offset on, the results must be those of the first.
+// Checks all reductions of one content; results at later offsets must equal those at the first.
 class ReduceCheck {
  public:
   ReduceCheck(const fastclip::Loops& loops, const Format& format, const Content& content, Report& report)
@@ -101,7 +101,7 @@ class ReduceCheck {
     GuardedRun run(format_, content_.bits, offset);
     for (int norm = 0; norm < fastclip::kNumNorms; ++norm) {
       for (const bool finite_only : {false, true}) {
-        const fastclip::Partial partial = call_reduce(loops_, format_, run, size, norm, finite_only);
+        const fastclip::PartialStats partial = call_reduce(loops_, format_, run, size, norm, finite_only);
         compare(partial, static_cast<fastclip::Norm>(norm), finite_only, offset);
       }
     }
@@ -111,7 +111,7 @@ class ReduceCheck {
   }
 
  private:
-  void compare(const fastclip::Partial& partial, fastclip::Norm norm, bool finite_only, int offset) {
+  void compare(const fastclip::PartialStats& partial, fastclip::Norm norm, bool finite_only, int offset) {
     const Expected expected = expect(format_, content_, reference_, norm, finite_only);
     const auto failure = [&](const std::string& wanted) {
       return describe_run(format_, content_, offset) + " norm " + kNormNames[norm] +
@@ -120,7 +120,7 @@ class ReduceCheck {
     const bool counts = partial.nan_count == reference_.nans && partial.inf_count == reference_.infs;
     report_.check(counts && agrees(partial.value, expected),
                   [&] { return failure(describe({expected.value, reference_.nans, reference_.infs})); });
-    fastclip::Partial& first = first_[norm][finite_only];
+    fastclip::PartialStats& first = first_[norm][finite_only];
     if (first_offset_) {
       first = partial;
       report_.mix(bit_cast<uint64_t>(partial.value));
@@ -136,10 +136,10 @@ class ReduceCheck {
   const Reference reference_;
   Report& report_;
   bool first_offset_ = true;
-  fastclip::Partial first_[fastclip::kNumNorms][2];
+  fastclip::PartialStats first_[fastclip::kNumNorms][2];
 };
 
-// Every bit pattern as a run of its own: the conversions of the loops that read.
+// Checks the conversions of the loops that read, with each bit pattern as a run of one element.
 inline void check_each_pattern_alone(const fastclip::Loops& loops, const Format& format, Report& report) {
   for (uint64_t bits = 0; bits < 65536; ++bits) {
     const Content content{"pattern " + hex(bits), {bits}};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The loops that write, against the arithmetic of one element: bit for bit.
+// Checks of the loops that write, bit for bit against the arithmetic of single elements.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace check {
 
-// Which results are right. The bits of a NaN are the processor's choice where it made the NaN (Inf * 0, whose
-// sign differs between x86 and Arm), and the compiler's, by the order of the operands, for NaN * NaN.
+// Which results are correct. The bits of a NaN depend on the processor where an operation creates it (Inf *
+// 0, whose sign differs between x86 and Arm), and on the compiler's order of operands for NaN * NaN.
 enum class Rule : char { kExact, kAnyNan, kNanOrQuietNan };
 
 struct Result {
@@ -31,7 +31,7 @@ inline Result scale_naively(const Format& format, uint64_t bits, double factor, 
 }
 
 inline Result clamp_naively(const Format& format, uint64_t bits, double limit) {
-  // float16 is converted on the way, which makes a NaN quiet, if anything near it has to be limited.
+  // Conversion of a float16 makes a NaN quiet if an element of its block is clamped.
   const bool converted = format.dtype == fastclip::kFloat16;
   if (format.is_nan(bits)) return {bits, converted ? Rule::kNanOrQuietNan : Rule::kExact};
   const bool in_float64 = format.dtype == fastclip::kFloat64;
@@ -52,10 +52,10 @@ inline bool follows(const Format& format, uint64_t bits, const Result& expected)
   return false;
 }
 
-// One operation over one content; from the second offset on, the results must be those of the first.
+// Checks one operation on one content; results at later offsets must equal those at the first.
 class UpdateCheck {
  public:
-  // `compute(bits)` is the result of one element, `update(data)` calls the loop.
+  // `compute(bits)` returns the expected result of one element; `update(data)` calls the loop.
   template <class Compute>
   UpdateCheck(const Format& format, const Content& content, std::string operation, Compute compute,
               Report& report)

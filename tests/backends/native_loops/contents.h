@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the runs of elements hold. The same bits on every machine: no call of a library whose results differ.
+// The contents of the checked runs. The bits are the same on every machine: no library function is called
+// whose results differ between machines.
 
 #pragma once
 
@@ -12,7 +13,7 @@ namespace check {
 struct Content {
   std::string name;
   Elements bits;
-  // The rounding of float32 sums goes one way here, as far as it can.
+  // All roundings of float32 sums go in the same direction here.
   bool worst_rounding = false;
 };
 
@@ -27,7 +28,7 @@ class Random {
     return z ^ (z >> 31);
   }
   double uniform() { return static_cast<double>(next() >> 11) * 0x1p-53; }
-  double normal() {  // a sum of 12 is near enough
+  double normal() {  // approximated by a sum of 12 uniform numbers
     double sum = -6;
     for (int i = 0; i < 12; ++i) sum += uniform();
     return sum;
@@ -37,18 +38,18 @@ class Random {
   uint64_t state_;
 };
 
-// One call of the generator a statement: compilers differ in the order in which they evaluate operands.
+// At most one generator call per statement, as compilers differ in the evaluation order of operands.
 inline uint64_t random_sign(const Format& format, Random& random) {
   return random.next() & 1 ? format.sign() : 0;
 }
 
-// Any NaN, signalling ones among them.
+// Any NaN, including signaling ones.
 inline uint64_t random_nan(const Format& format, Random& random) {
   const uint64_t payload = 1 + random.next() % (format.smallest_normal() - 1);
   return format.infinity() | payload | random_sign(format, random);
 }
 
-// float16 has no 1e20 and no 1e-25: its ends have to do.
+// float16 cannot represent 1e20 and 1e-25; its largest and smallest numbers are used instead.
 inline double huge_value(const Format& format) { return format.dtype == fastclip::kFloat16 ? 65504 : 1e20; }
 inline double tiny_value(const Format& format) {
   return format.dtype == fastclip::kFloat16 ? 0x1p-24 : 1e-25;
@@ -61,8 +62,8 @@ Content fill(std::string name, int64_t size, Element element) {
   return content;
 }
 
-// The first element of every lane is 1, the rest too small for a float32 sum near 1 to grow. A sum that is
-// not emptied into float64 in time loses all of them.
+// The first element of every lane is 1; the rest are too small to change a float32 sum near 1. A sum that is
+// not added to float64 in time loses all of them.
 inline Content absorbed(const Format& format, const char* name, double rest, int64_t size) {
   Content content = fill(name, size, [&](int64_t i) { return encode(format, i < 32 ? 1.0 : rest); });
   content.worst_rounding = true;

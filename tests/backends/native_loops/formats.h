@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The four element types as their definitions read, slowly and without a trick: what the loops are compared
-// with. One element is the low bits of a uint64_t, a value is a double, which holds all of them exactly.
+// Straightforward, slow implementations of the four element formats, which the loops are compared with. An
+// element is the low bits of a uint64_t; a value is a double, which represents all formats exactly.
 
 #pragma once
 
@@ -50,7 +50,7 @@ Value bit_cast(Bits bits) {
   return value;
 }
 
-// float32 and float64 are the language's own float and double.
+// float32 and float64 are float and double.
 inline double decode(const Format& format, uint64_t bits) {
   if (format.bytes == 4) return bit_cast<float>(static_cast<uint32_t>(bits));
   if (format.bytes == 8) return bit_cast<double>(bits);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Checks the loops of one instruction set, named by the first argument, without torch. Prints how much was
 // checked and a digest of all results, which must be the same for all instruction sets and compilers.
-// Ends with 0 if all is right, 1 if not, 77 if this CPU lacks the instruction set.
+// Exits with 0 if all checks pass, 1 if not, 77 if this CPU lacks the instruction set.
 
 #include "check_update.h"
 #include "flush_to_zero.h"
@@ -22,14 +22,15 @@ void check_content(const Loops& loops, const Format& format, const Content& cont
   ReduceCheck reduce(loops, format, content, report);
   for (const int offset : offsets) reduce.at(offset);
   check_scale(loops, format, content, 0.3, offsets, report);
-  // Nothing of the normal content is beyond 8: clamp has a block to leave alone, or one element to limit.
+  // The normal content has no element beyond 8: clamp leaves a block alone, or clamps the one special
+  // element.
   check_clamp(loops, format, content, 8, offsets, report);
 }
 
 // The memory of an empty tensor is a null pointer.
 void check_nothing(const Loops& loops, const Format& format, Report& report) {
   for (const auto reduce : loops.reduce[format.dtype]) {
-    fastclip::Partial partial{-1, -1, -1};
+    fastclip::PartialStats partial{-1, -1, -1};
     reduce(nullptr, 0, false, &partial);
     report.check(same_bits(partial, {0, 0, 0}), [] { return std::string("reduce of no element"); });
   }
@@ -41,8 +42,7 @@ void check_sizes(const Loops& loops, const Format& format, Report& report) {
   for (const int64_t size : {0, 1, 2, 31, 32, 33, 63, 64, 65, 1023, 1024, 1025, 4097, 32767, 32768}) {
     int next_offset = 0;
     for (const Content& content : all_contents(format, size)) {
-      // Long runs differ from short ones in what they hold, not in where they start: each has one offset,
-      // but for the first.
+      // For long runs the offset matters less than the content: only the first content tries all offsets.
       const bool all = size <= 1025 || next_offset == 0;
       check_content(loops, format, content, all ? kAllOffsets : std::vector<int>{next_offset % 16}, report);
       ++next_offset;
@@ -50,7 +50,7 @@ void check_sizes(const Loops& loops, const Format& format, Report& report) {
   }
 }
 
-// Every lane in turn, in complete groups and incomplete ones, the last of them in a second block of 1024.
+// Puts a special element in every lane, in complete and incomplete groups, and in a second block of 1024.
 void check_positions(const Loops& loops, const Format& format, Report& report) {
   for (const int64_t size : {33, 95, 1055}) {
     for (int64_t position = 0; position < size; ++position) {
@@ -62,7 +62,7 @@ void check_positions(const Loops& loops, const Format& format, Report& report) {
   }
 }
 
-// All 65,536 bit patterns of the 2-byte formats, random ones of the others.
+// Checks all 65,536 bit patterns of the 2-byte formats and random patterns of the others.
 void check_patterns(const Loops& loops, const Format& format, Report& report) {
   Random random(1);
   const uint64_t mask = format.sign() | (format.sign() - 1);
@@ -83,10 +83,10 @@ void check_patterns(const Loops& loops, const Format& format, Report& report) {
   if (format.bytes == 2) check_each_pattern_alone(loops, format, report);
 }
 
-// Sums whose terms reach below the normal float32 numbers, also where the processor makes those zero.
+// Checks sums whose terms are below the normal float32 numbers, with and without flush-to-zero.
 void check_underflow(const Loops& loops, const Format& format, Report& report) {
   for (const int64_t size : {1, 33, 1025, 32768}) {
-    // No square of a float16 underflows; its subnormal numbers have to survive the mode all the same.
+    // Squares of float16 do not underflow, but its subnormal numbers must survive flush-to-zero.
     std::vector<Content> contents;
     if (format.dtype == fastclip::kFloat16) {
       contents = all_contents(format, size);
@@ -117,7 +117,7 @@ int run(const Loops& loops) {
   return report.failures() == 0 ? 0 : 1;
 }
 
-// The loops of that name, or null if this CPU cannot run them.
+// Returns the loops of that name, or null if this CPU cannot run them.
 const Loops* find_loops(const std::string& name) {
   if (name == "baseline") return &fastclip::kBaselineLoops;
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Counts checks and failures, and condenses all results to one number; memory whose surroundings are watched.
+// Counts of checks and failures with a digest of all results; runs of elements between guards.
 
 #pragma once
 
@@ -50,8 +50,8 @@ inline std::string hex(uint64_t bits) {
   return text;
 }
 
-// The low bytes of a word, in memory. The sizes are spelled out because a copy of a size known to the
-// compiler is one instruction; nearly all the time of this program went into copies.
+// Stores the low bytes of a word. Constant sizes compile to single instructions; with a variable size nearly
+// all the time of this program was spent in copies.
 inline void store(void* memory, int bytes, uint64_t bits) {
   switch (bytes) {
     case 2: std::memcpy(memory, &bits, 2); break;
@@ -70,8 +70,8 @@ inline uint64_t load(const void* memory, int bytes) {
   return bits;
 }
 
-// A run of elements that starts `offset` elements after a cache line, between two guards. Whatever reads the
-// guards by mistake finds NaN or a large number, whatever writes them is found out; a sanitizer stops both.
+// A run of elements that starts `offset` elements after a cache line, between two guards. Reads of a guard
+// return NaN or a large number, and writes to it are detected; AddressSanitizer reports both.
 class GuardedRun {
  public:
   GuardedRun(const Format& format, const Elements& elements, int offset)

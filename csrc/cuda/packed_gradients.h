@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A list of gradients as the kernels take it: each one run of memory.
+// A list of gradients as the kernels take it: each gradient one contiguous run of memory.
 
 #pragma once
 
@@ -12,15 +12,15 @@
 namespace fastclip {
 namespace cuda {
 
-// Gradients whose memory has gaps, which autograd makes very rarely, are packed into copies; what was
-// written to these is copied back by unpack(), whether or not it differs.
+// Gradients whose memory has gaps, which autograd rarely produces, are packed into copies. unpack() copies
+// them back, whether or not they were changed.
 class PackedGradients {
  public:
   PackedGradients(std::vector<torch::stable::Tensor>& grads, Access access, const char* op);
 
   const GradientList& list() const { return list_; }
 
-  // `index_of(i)` gives the index of the factor or group of gradient i.
+  // `index_of(i)` returns the index of the factor or group of gradient i.
   template <class IndexOf>
   std::vector<Item> items(const IndexOf& index_of) const {
     std::vector<Item> items;

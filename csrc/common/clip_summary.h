@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// From a norm to the clip coefficient, the same on every device.
+// The clip coefficient of a norm, computed alike on every device.
 
 #pragma once
 
@@ -7,25 +7,25 @@
 
 namespace fastclip {
 
-struct GroupSummary {
+struct ClipSummary {
   double total_norm;
   double clip_coef;
   bool found_inf;
-  double factor;  // what the gradients are multiplied with: the coefficient and the inverse scale
+  double factor;  // the gradients are multiplied by this: clip_coef times the inverse loss scale
 };
 
-// A limit given as a number is multiplied with the reciprocal, one given as a tensor is divided: so torch
-// does it, and the last bit depends on it.
+// As in torch, a max_norm that is a number is multiplied by a reciprocal and one that is a tensor is divided;
+// the last bit of the coefficient depends on it.
 struct MaxNorm {
   double value;
   bool is_tensor;
 };
 
 // min(1, max_norm / (total_norm + 1e-6)) in the arithmetic of torch.nn.utils.clip_grad_norm_: float32, or
-// float64 if any gradient is float64. The factor is rounded as the product of two such tensors would be.
+// float64 if any gradient is float64. The factor is rounded like the product of two such tensors.
 template <class Real>
-FASTCLIP_HOST_DEVICE inline GroupSummary summarize(double total, MaxNorm max_norm, double inv_scale,
-                                                   bool found_nonfinite) {
+FASTCLIP_HOST_DEVICE inline ClipSummary summarize(double total, MaxNorm max_norm, double inv_scale,
+                                                  bool found_nonfinite) {
   const Real total_norm = static_cast<Real>(total * inv_scale);
   const Real limit = static_cast<Real>(max_norm.value);
   const Real padded = total_norm + static_cast<Real>(1e-6);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
-#include "packed.h"
+#include "packed_gradients.h"
 
 #include <torch/csrc/stable/ops.h>
 
@@ -10,8 +10,8 @@ namespace {
 
 using torch::stable::Tensor;
 
-// Largest number of items and groups: kernels count them in 32 bits.
-constexpr int64_t kMostGradients = int64_t{1} << 31;
+// Kernels count gradients and groups in 32 bits.
+constexpr int64_t kMaxGradients = int64_t{1} << 31;
 
 void require_aligned(const GradientList& list, const char* op) {
   for (int64_t i = 0; i < list.size(); ++i) {
@@ -28,7 +28,7 @@ void require_aligned(const GradientList& list, const char* op) {
 
 PackedGradients::PackedGradients(std::vector<Tensor>& grads, Access access, const char* op)
     : grads_(grads), list_(collect(grads, access, op)) {
-  if (list_.size() >= kMostGradients) fail(op, "expected fewer than 2^31 gradients");
+  if (list_.size() >= kMaxGradients) fail(op, "expected fewer than 2^31 gradients");
   require_aligned(list_, op);
   for (int64_t i = 0; i < list_.size(); ++i) {
     Gradient& grad = list_.items[i];
@@ -40,7 +40,7 @@ PackedGradients::PackedGradients(std::vector<Tensor>& grads, Access access, cons
       copies_.emplace_back(i, copy);
       grad.data = static_cast<char*>(copy.mutable_data_ptr());
     }
-    // The same memory again: the same copy.
+    // Gradients with the same memory share its copy.
     for (int32_t same = i; access == Access::kWrite && same >= 0; same = list_.next_same[same]) {
       list_.items[same].data = grad.data;
     }
@@ -52,7 +52,7 @@ void PackedGradients::unpack() {
 }
 
 void PackedGradients::number_repeats(std::vector<Item>* items) const {
-  if (list_.next_same.empty()) return;  // nothing will be written
+  if (list_.next_same.empty()) return;  // read only
   for (int64_t i = 0; i < list_.size(); ++i) {
     if (list_.is_repeat[i]) continue;
     uint32_t repeat = 0;
