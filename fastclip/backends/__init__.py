@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The choice of a backend: the only place that makes it.
+"""The choice of the backend that serves a device.
 
-A backend that was named, by :func:`use` or the environment variable FASTCLIP_BACKEND, works or raises with
-the reason. Without a name the first that can serve the device does; :func:`status` tells why others did not.
+A backend named by :func:`use` or by the environment variable FASTCLIP_BACKEND works or raises with the
+reason. Without a name the first backend that can serve the device is chosen; :func:`status` reports why the
+others are not used.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ def _require_name(name: str, source: str) -> str:
 
 
 def name_in_use() -> str:
-    """The name given to :func:`use`, else that in FASTCLIP_BACKEND at import, else "auto"."""
+    """Return the name given to :func:`use`, else FASTCLIP_BACKEND as of the import, else "auto"."""
     return _named or _environment
 
 
 class use:
-    """Name the backend for all calls from now on, or inside a `with` block only.
+    """Set the backend for all calls from now on, or inside a `with` block only.
 
     Args:
-        name: "native", "triton" or "reference"; "auto" for the first that can serve the device.
+        name: "native", "triton" or "reference"; "auto" chooses the first that can serve the device.
 
     Raises:
         ValueError: the name is unknown.
-        RuntimeError: the backend is absent altogether; one that merely cannot serve a certain device raises
-            when it is called with such gradients.
+        RuntimeError: the backend is not available at all. One that cannot serve a certain device raises when
+            it is called with gradients on that device.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,7 +57,7 @@ class use:
         elif name == "triton":
             reason = triton.reason_absent()
         if reason:
-            raise RuntimeError(f"backend {name!r} is absent: {reason}")
+            raise RuntimeError(f"backend {name!r} is not available: {reason}")
         self._before = _named
         _named = name
 
@@ -73,8 +74,8 @@ class use:
         _named = self._before
 
 
-def _chosen_by_itself(usable: list[str], device: torch.device) -> str:
-    """The first usable one. Triton's interpreter, which serves the CPU, is for tests and must be named."""
+def _first_usable(usable: list[str], device: torch.device) -> str:
+    """Return the preferred backend; Triton's interpreter on the CPU is for tests and must be named."""
     return next(n for n in usable if n != "triton" or device.type != "cpu")
 
 
@@ -82,33 +83,33 @@ def _choose(name: str, device: torch.device) -> ModuleType:
     _require_name(name, "FASTCLIP_BACKEND")
     usable = [n for n in NAMES if _MODULES[n].unavailable(device) is None]
     if name == "auto":
-        chosen = _chosen_by_itself(usable, device)
+        chosen = _first_usable(usable, device)
         if chosen == "reference" and (reason := libraries.missing_on(device)):
             warnings.warn(
-                f"fastclip runs on its plain PyTorch reference, slower than torch's own clipping: {reason}. "
-                "`python -m fastclip` tells more.",
+                f"fastclip runs on its plain PyTorch reference, which is slower than torch's own clipping: "
+                f"{reason}. Run `python -m fastclip` for details.",
                 stacklevel=2,
             )
         return _MODULES[chosen]
     if name not in usable:
         raise RuntimeError(
-            f"backend {name!r} was named but cannot serve {device.type} gradients: "
+            f"backend {name!r} cannot serve {device.type} gradients: "
             f"{_MODULES[name].unavailable(device)}; usable there: {', '.join(usable)}"
         )
     return _MODULES[name]
 
 
-# torch.compile cannot look into this: it is to call it once, while it traces, and keep the result. A change
-# of the name in use is guarded. torch.compiler.assume_constant_result marks it the same way, but imports
+# torch.compile cannot trace this function: marked constant, it is called once while tracing, and a guard on
+# the name in use causes a retrace. torch.compiler.assume_constant_result sets the same mark, but imports
 # torch._dynamo, which takes seconds.
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def select(device: torch.device, norm_type: float = 2.0) -> ModuleType:
-    """The backend module for gradients on `device`. Norms other than 1, 2 and inf are the reference's.
+    """Return the backend module for gradients on `device`; norms other than 1, 2 and inf use the reference.
 
     Raises:
-        RuntimeError: a backend was named that cannot serve the device.
+        RuntimeError: the named backend cannot serve the device.
     """
     if norm_type not in native.NORM_TYPES:
         return reference
@@ -122,13 +123,13 @@ def select(device: torch.device, norm_type: float = 2.0) -> ModuleType:
 
 
 def status(device: torch.device | str = "cpu") -> dict[str, str]:
-    """For each backend, in the order of preference: "in use", "usable", or why it cannot serve `device`."""
+    """Return for each backend, in order of preference, "in use", "usable" or why it cannot serve `device`."""
     device = torch.device(device)
     name = _require_name(name_in_use(), "FASTCLIP_BACKEND")
     report = {n: _MODULES[n].unavailable(device) or "usable" for n in NAMES}
     in_use = name
     if name == "auto":
-        in_use = _chosen_by_itself([n for n in NAMES if report[n] == "usable"], device)
+        in_use = _first_usable([n for n in NAMES if report[n] == "usable"], device)
     if report[in_use] == "usable":
         report[in_use] = "in use"
     return report

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The compiled libraries: which are here, why another is not, and loading them.
+"""The compiled libraries: whether each is available, why it is not, and how it is loaded.
 
-The CPU library holds the schemas of all ops and their CPU implementations; the CUDA library adds only
-implementations, and is left alone where it could not run.
+The CPU library holds the schemas of all ops and their CPU implementations. The CUDA library holds only
+implementations and is not loaded where it cannot run.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ OLDEST_TORCH = (2, 10)
 CPU_LIBRARY = Path(__file__).parent.parent / "libfastclip_cpu.so"
 CUDA_LIBRARY = CPU_LIBRARY.with_name("libfastclip_cuda.so")
 
-# Written by setup.py: what it compiled, what it did not, and why.
+# Written by setup.py: what it compiled, what it did not compile, and why.
 BUILD_REPORT = CPU_LIBRARY.with_name("_build_report.txt")
 
-# Kernel parameters of more than 4 KB need CUDA 12.1, which came with driver R530; and a runtime of one major
-# version runs on every driver from the first of that version on.
+# Kernel parameters of more than 4 KB need CUDA 12.1, that is driver R530. A CUDA runtime runs on every driver
+# for the same or a later major version.
 _OLDEST_DRIVER = (12, 1)
 
 
 def torch_version() -> tuple[int, int]:
-    """Major and minor version of torch."""
+    """Return the major and minor version of torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def build_report() -> str:
-    """What setup.py said of its decision, in one line."""
+    """Return the line that setup.py wrote about what it compiled."""
     if not BUILD_REPORT.exists():
         return "no build report: the package was not installed by its setup.py"
     return BUILD_REPORT.read_text(encoding="utf-8").strip()
 
 
 def reason_without_cpu() -> str | None:
-    """Why the CPU library cannot be used, or None if it can."""
+    """Return why the CPU library cannot be used, or None if it can."""
     if torch_version() < OLDEST_TORCH:
         return f"the library needs torch >= {'.'.join(map(str, OLDEST_TORCH))}, this is {torch.__version__}"
     if not CPU_LIBRARY.exists():
@@ -49,7 +49,10 @@ def reason_without_cpu() -> str | None:
 
 
 def _driver_version() -> tuple[int, int]:
-    """The newest CUDA that the driver supports; (0, 0) without one. Needs no context on a GPU."""
+    """Return the newest CUDA version that the driver supports, or (0, 0) without a driver.
+
+    Creates no context on a GPU.
+    """
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -61,12 +64,13 @@ def _driver_version() -> tuple[int, int]:
 
 
 def _needed_driver() -> tuple[int, int]:
+    """Return the CUDA version that the driver must support for the library that was built."""
     built = re.search(r"by CUDA (\d+)\.\d+", build_report())
     return max(_OLDEST_DRIVER, (int(built[1]), 0)) if built else _OLDEST_DRIVER
 
 
 def reason_without_cuda() -> str | None:
-    """Why the CUDA library cannot be used, or None if it can."""
+    """Return why the CUDA library cannot be used, or None if it can."""
     if (reason := reason_without_cpu()) is not None:
         return reason
     if torch.version.cuda is None:
@@ -85,9 +89,10 @@ def reason_without_cuda() -> str | None:
 
 
 def reason_against_gpu(capability: tuple[int, int]) -> str | None:
-    """Why a GPU of this compute capability cannot run the kernels, or None if it can.
+    """Return why a GPU of this compute capability cannot run the kernels, or None if it can.
 
-    Machine code serves GPUs of its major version and the same or a higher minor one; PTX all later ones.
+    Machine code runs on GPUs of its major version and the same or a higher minor version, PTX on all later
+    GPUs.
     """
     built = re.findall(r"sm_(\d+)(\d)[af]?(\+PTX)?", build_report())
     for major, minor, ptx in built:
@@ -101,7 +106,7 @@ def reason_against_gpu(capability: tuple[int, int]) -> str | None:
 
 
 def missing_on(device: torch.device) -> str | None:
-    """Why the library, wanted on this device and with this torch, is not there. None if nobody misses it."""
+    """Return why the library for this device is missing, or None if it is there or not expected."""
     if torch_version() < OLDEST_TORCH or "FASTCLIP_BUILD=none" in build_report():
         return None
     if device.type == "cpu":
@@ -116,10 +121,10 @@ def _already_defined() -> bool:
 
 
 def load() -> bool:
-    """Load the libraries, once. Returns whether the ops are there now and were not before.
+    """Load the libraries once and return whether this call defined the ops.
 
     Raises:
-        ImportError: another copy of the library has defined the ops. A second one would end the process.
+        ImportError: another copy of the library has already defined the ops; torch would abort the process.
     """
     if reason_without_cpu() is not None or str(CPU_LIBRARY) in torch.ops.loaded_libraries:
         return False

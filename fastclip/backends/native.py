@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The compiled ops: their shapes for tracing, and thin calls.
+"""The compiled ops: calls of them, and the shapes of their results for torch.compile.
 
-An error found in C++ is raised before anything is written. The calls bump version counters, which writing
-through raw pointers does not do by itself.
+Errors in C++ are raised before anything is written. The calls increment the gradients' version counters,
+since writes through raw pointers do not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import libraries
-from .transfer import numbers_on
+from .transfer import scalars_on
 
 NORM_TYPES = (1.0, 2.0, float("inf"))
 
@@ -21,13 +21,13 @@ ops = torch.ops.fastclip
 
 
 def load() -> None:
-    """Load the libraries and tell torch.compile the shapes of their ops."""
+    """Load the libraries and register the shapes of their ops for torch.compile."""
     if libraries.load():
         _register_fakes()
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why this backend cannot serve the device, or None if it can."""
+    """Return why this backend cannot serve the device, or None if it can."""
     if device.type == "cpu":
         return libraries.reason_without_cpu()
     if device.type != "cuda" or torch.version.cuda is None:
@@ -38,7 +38,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def cpu_capability() -> str:
-    """The instruction set in use; FASTCLIP_CPU_CAPABILITY names another one."""
+    """Return the instruction set of the CPU loops: the best, or the one in FASTCLIP_CPU_CAPABILITY."""
     return ops.cpu_capability()
 
 
@@ -81,7 +81,7 @@ def _register_fakes() -> None:
 
 
 def _mark_as_written(grads: list[Tensor]) -> None:
-    """Bump the version counters; torch.compile does so itself for what an op of its graph has written."""
+    """Increment the version counters; torch.compile does so itself for what an op of its graph writes."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(grads)
 
@@ -95,7 +95,7 @@ def grad_stats(
 
 def scale_(grads: list[Tensor], scale: Tensor, zero_nonfinite: bool = False) -> None:
     """See :func:`fastclip.backends.reference.scale_`."""
-    ops.scale_.default(grads, numbers_on(grads[0].device, scale), zero_nonfinite)
+    ops.scale_.default(grads, scalars_on(grads[0].device, scale), zero_nonfinite)
     _mark_as_written(grads)
 
 
@@ -110,10 +110,10 @@ def clip_(
     """See :func:`fastclip.backends.reference.clip_`."""
     max_norm_tensor: Tensor | None = None
     if isinstance(max_norm, Tensor):
-        max_norm_tensor = numbers_on(grads[0].device, max_norm)
+        max_norm_tensor = scalars_on(grads[0].device, max_norm)
         max_norm = 0.0
     if inv_scale is not None:
-        inv_scale = numbers_on(grads[0].device, inv_scale)
+        inv_scale = scalars_on(grads[0].device, inv_scale)
     results = ops.clip_.default(grads, max_norm, norm_type, nonfinite, groups, max_norm_tensor, inv_scale)
     _mark_as_written(grads)
     return results

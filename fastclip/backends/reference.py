@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The specification: every operation in plain PyTorch, on any device and for any floating dtype.
 
-The other backends are held against this module. It also serves what they leave to it: norms other than
-1, 2 and inf, complex gradients and sparse ones. torch.compile runs it as it is, outside of its graphs.
+The other backends are tested against this module. It also serves what they do not support: norms other than
+1, 2 and inf, complex gradients and sparse gradients. torch.compile runs it outside its graphs.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 
 from . import checks
 
-# A piece of this many elements lies in the cache as float64, and its memory is reused and not mapped anew.
+# A piece of this many elements fits the cache as float64, and the allocator reuses its memory.
 _PIECE = 1 << 17
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why this backend cannot serve the device: it serves every device."""
+    """Return None, as this backend serves every device."""
     return None
 
 
 def result_dtype(grads: Sequence[Tensor]) -> torch.dtype:
-    """The dtype in which norms are told: float64 if any gradient is float64 or complex128, else float32."""
+    """Return the dtype of norms: float64 if any gradient is float64 or complex128, else float32."""
     wide = any(g.dtype in (torch.float64, torch.complex128) for g in grads)
     return torch.float64 if wide else torch.float32
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 where the device has no float64."""
+    """Return float64, or float32 if the device does not support float64."""
     if device.type == "mps":
         return torch.float32
     if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
@@ -40,12 +40,12 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """The elements to take a norm of: the summed values of a sparse gradient, else the gradient."""
+    """Return the elements to take a norm of: the coalesced values of a sparse gradient, else the gradient."""
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _pieces(values: Tensor) -> Iterator[Tensor]:
-    """Bounds the float64 copy on the CPU; elsewhere one kernel reads a whole gradient."""
+    """Yield pieces that bound the float64 copy on the CPU; on other devices yield the whole gradient."""
     if values.device.type == "cpu":
         yield from values.reshape(-1).split(_PIECE)
     else:
@@ -53,7 +53,7 @@ def _pieces(values: Tensor) -> Iterator[Tensor]:
 
 
 def _power_sum(magnitude: Tensor, norm_type: float) -> Tensor:
-    """sum(|x| ** p); the extreme for p = ±inf, the number of non-zero elements for p = 0."""
+    """Return sum(|x| ** p), or the extreme for p = ±inf, or the number of non-zero elements for p = 0."""
     if magnitude.numel() == 0:
         return magnitude.new_full((), math.inf if norm_type == -math.inf else 0.0)
     if norm_type == math.inf:
@@ -71,7 +71,7 @@ def _power_sum(magnitude: Tensor, norm_type: float) -> Tensor:
 
 
 def _combine(parts: Tensor, norm_type: float) -> Tensor:
-    """Power sums of disjoint parts, combined along the first dimension."""
+    """Combine the power sums of disjoint parts along the first dimension."""
     if norm_type == math.inf:
         return parts.amax(0)
     if norm_type == -math.inf:
@@ -80,23 +80,23 @@ def _combine(parts: Tensor, norm_type: float) -> Tensor:
 
 
 def _statistics_of_piece(piece: Tensor, norm_type: float, finite_only: bool) -> Tensor:
-    """[3]: power sum, NaN count, Inf count."""
+    """Return the power sum, NaN count and Inf count of one piece as [3]."""
     magnitude = piece.abs().to(accumulation_dtype(piece.device))
     power_sum = _power_sum(magnitude, norm_type)
-    # A finite sum of positive powers holds no NaN and no Inf; on the CPU a look at it costs no waiting.
+    # A finite sum of positive powers holds no NaN and no Inf. On the CPU this check needs no synchronization.
     if piece.device.type == "cpu" and norm_type > 0 and bool(power_sum.isfinite()):
         return torch.nn.functional.pad(power_sum.reshape(1), (0, 2))
     nan, inf = piece.isnan(), piece.isinf()
     if finite_only:
-        # What replaces a dropped element adds nothing: 0, or Inf under a negative power.
+        # The value that does not change a power sum: 0, or Inf for a negative power.
         neutral = math.inf if norm_type < 0 else 0.0
         power_sum = _power_sum(magnitude.masked_fill(nan | inf, neutral), norm_type)
-    # An element that is NaN in one part and Inf in the other, of a complex number, is a NaN.
+    # A complex element with a NaN part and an Inf part counts as NaN.
     return torch.stack([power_sum, nan.sum().to(power_sum), (inf & ~nan).sum().to(power_sum)])
 
 
 def _statistics_of(grad: Tensor, norm_type: float, finite_only: bool) -> Tensor:
-    """[3]: power sum, NaN count, Inf count of one gradient."""
+    """Return the power sum, NaN count and Inf count of one gradient as [3]."""
     pieces = [_statistics_of_piece(p, norm_type, finite_only) for p in _pieces(values_of(grad))]
     if len(pieces) == 1:
         return pieces[0]
@@ -104,21 +104,24 @@ def _statistics_of(grad: Tensor, norm_type: float, finite_only: bool) -> Tensor:
 
 
 def combine(stats: Tensor, norm_type: float) -> Tensor:
-    """[3]: the statistics of all rows of [N, 3] together."""
+    """Combine the rows of [N, 3] into the statistics [3] of all gradients together."""
     return torch.cat([_combine(stats[:, 0], norm_type).reshape(1), stats[:, 1:].sum(0)])
 
 
 def statistics(grads: Sequence[Tensor], norm_type: float, finite_only: bool = False) -> Tensor:
-    """[N, 3] in :func:`accumulation_dtype`: power sum, NaN count and Inf count of each gradient."""
+    """Return the power sum, NaN count and Inf count of each gradient.
+
+    The result is [N, 3] in :func:`accumulation_dtype`.
+    """
     return torch.stack([_statistics_of(g, norm_type, finite_only) for g in grads])
 
 
 def _by_group(column: Tensor, groups: Sequence[int], norm_type: float) -> Tensor:
-    """[G]: the column of [N] combined group by group."""
+    """Combine a column [N] group by group into [G]."""
     if not groups:
         return _combine(column, norm_type).reshape(1)
     if groups == range(len(column)):
-        return column  # each its own group: no index to be sent to the device
+        return column  # one gradient per group: needs no index on the device
     index = torch.tensor(groups, device=column.device)
     count = max(groups) + 1
     if math.isinf(norm_type):
@@ -129,9 +132,9 @@ def _by_group(column: Tensor, groups: Sequence[int], norm_type: float) -> Tensor
 
 
 def totals(stats: Tensor, norm_type: float, groups: Sequence[int] = ()) -> Tensor:
-    """[G]: the norm of each group, in the dtype of `stats`."""
+    """Return the norm of each group, [G], in the dtype of `stats`."""
     if norm_type == 0:
-        # torch takes the 0-norm of the gradients' 0-norms: the number of gradients that are not all zero.
+        # As in torch, the 0-norm of the gradients' 0-norms: the number of gradients that are not all zero.
         return _by_group((stats[:, 0] != 0).to(stats.dtype), groups, 1.0)
     powers = _by_group(stats[:, 0], groups, norm_type)
     if norm_type == 1 or math.isinf(norm_type):
@@ -142,10 +145,10 @@ def totals(stats: Tensor, norm_type: float, groups: Sequence[int] = ()) -> Tenso
 def grad_stats(
     grads: Sequence[Tensor], norm_type: float, finite_only: bool = False, groups: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Norms of the groups, [G], and statistics of the gradients, [N, 3]. All gradients on one device.
+    """Return the norms of the groups, [G], and the statistics of the gradients, [N, 3].
 
-    Column 0 of the statistics is sum(|x| ** norm_type), or the largest |x| for inf; with `finite_only` that
-    of the finite elements. Columns 1 and 2 count NaN and Inf.
+    All gradients are on one device. Column 0 of the statistics is sum(|x| ** norm_type), or the largest |x|
+    for inf; with `finite_only` it covers the finite elements only. Columns 1 and 2 count NaN and Inf.
     """
     checks.require_gradients(grads)
     stats = statistics(grads, norm_type, finite_only)
@@ -153,10 +156,10 @@ def grad_stats(
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """min(1, max_norm / (total_norm + 1e-6)), with the rounding of torch.nn.utils.clip_grad_norm_."""
+    """Return min(1, max_norm / (total_norm + 1e-6)), rounded as in torch.nn.utils.clip_grad_norm_."""
     if isinstance(max_norm, Tensor):
         if max_norm.device.type == "cpu" and max_norm.numel() == 1:
-            max_norm = max_norm.item()  # as a number it reaches any device without a copy
+            max_norm = max_norm.item()  # a number needs no copy to the device
         else:
             max_norm = max_norm.to(total_norm)
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
@@ -170,7 +173,10 @@ def summarize(
     inv_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[G, 3] in `dtype`: total norm, clip coefficient, and 1 where the group must not be applied."""
+    """Return the total norm, the clip coefficient and found_inf of each group, [G, 3] in `dtype`.
+
+    found_inf is 1 if the group holds NaN or Inf, or if its norm is not finite or its coefficient not >= 0.
+    """
     total_norm = totals(stats, norm_type, groups)
     if inv_scale is not None:
         total_norm = total_norm * inv_scale.to(total_norm)
@@ -182,7 +188,7 @@ def summarize(
 
 
 def factors(summary: Tensor, nonfinite: str, groups: Sequence[int], inv_scale: Tensor | None) -> Tensor:
-    """[1] or [N]: what each gradient is multiplied with under the `nonfinite` mode."""
+    """Return the factors of the gradients in the given `nonfinite` mode: [1] for all, or [N]."""
     factor = summary[:, 1]
     if inv_scale is not None:
         factor = factor * inv_scale.to(factor)
@@ -194,7 +200,10 @@ def factors(summary: Tensor, nonfinite: str, groups: Sequence[int], inv_scale: T
 
 
 def scale_(grads: Sequence[Tensor], scale: Tensor, zero_nonfinite: bool = False) -> None:
-    """Multiply in place by one factor, or by one factor a gradient, [N]; see the module of the ops."""
+    """Multiply in place by one factor, [1], or by one factor per gradient, [N].
+
+    With `zero_nonfinite`, NaN and Inf become 0 whatever the factor.
+    """
     checks.require_gradients(grads)
     checks.require_writable(grads)
     each = scale.reshape(-1).expand(len(grads)) if scale.numel() == 1 else scale
@@ -202,7 +211,7 @@ def scale_(grads: Sequence[Tensor], scale: Tensor, zero_nonfinite: bool = False)
         values = grad._values() if grad.is_sparse else grad
         if zero_nonfinite:
             values.masked_fill_(~values.isfinite(), 0)
-        # Reading the factor costs nothing on the CPU, and saves a pass over the gradient.
+        # On the CPU reading the factor is free, and a factor of 1 saves a pass over the gradient.
         if factor.device.type != "cpu" or factor != 1:
             values.mul_(factor)
 
@@ -215,7 +224,11 @@ def clip_(
     groups: Sequence[int] = (),
     inv_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Statistics, coefficient and scaling. Returns the summary, [G, 3], and the statistics, [N, 3]."""
+    """Clip the gradients in place; return the summary, [G, 3], and the statistics, [N, 3].
+
+    The columns of the summary are those of :func:`summarize`, those of the statistics those of
+    :func:`grad_stats`.
+    """
     checks.require_gradients(grads)
     checks.require_writable(grads)
     stats = statistics(grads, norm_type, nonfinite == "zero")
@@ -225,12 +238,12 @@ def clip_(
 
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
-    """Limit every element to [-limit, limit] in place; NaN stays, a NaN limit makes everything NaN."""
+    """Clamp every element to [-limit, limit] in place; NaN stays, and a NaN limit makes all elements NaN."""
     checks.require_gradients(grads)
     checks.require_writable(grads)
     checks.require_real(grads)
     for grad in grads:
         if grad.is_sparse and not grad.is_coalesced():
-            grad.copy_(grad.coalesce())  # duplicates are summed before they are limited
+            grad.copy_(grad.coalesce())  # duplicates are summed before they are clamped
         values = grad._values() if grad.is_sparse else grad
         values.clamp_min_(-limit).clamp_max_(limit)

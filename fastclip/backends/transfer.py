@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small tensors of numbers, such as limits and factors, brought to the gradients' device."""
+"""The transfer of small tensors, such as max_norm and factors, to the device of the gradients."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 
-def numbers_on(device: torch.device, value: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[K] in `dtype`, contiguous. A GPU is not waited for: one number from the host becomes the argument of a
-    kernel, several go through pinned memory.
+def scalars_on(device: torch.device, value: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return a value as a contiguous tensor [K] of `dtype` on `device`, without synchronizing with a GPU.
+
+    One number from the host becomes the argument of a kernel; several are copied from pinned memory.
 
     Raises:
-        RuntimeError: several numbers on the CPU while a CUDA graph is captured. Every replay would read them
-            from memory that is long used for something else.
+        RuntimeError: `value` holds several numbers on the CPU while a CUDA graph is captured. Every replay
+            would read them from memory that may have been reused since.
     """
     if not isinstance(value, Tensor):
         return torch.full((1,), value, dtype=dtype, device=device)

@@ -102,7 +102,7 @@ def test_a_missing_library_is_said_once_and_told_by_status(monkeypatch, tmp_path
         assert fastclip.get_total_norm([torch.ones(4)]) == 2
     assert fastclip.get_total_norm([torch.ones(4)]) == 2  # a second warning would be an error here
     assert "no C++ compiler" in backends.status()["native"]
-    with pytest.raises(RuntimeError, match="'native' is absent: the library was not built"):
+    with pytest.raises(RuntimeError, match="'native' is not available: the library was not built"):
         backends.use("native")
 
 

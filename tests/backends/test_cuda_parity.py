@@ -151,9 +151,9 @@ def test_refusals_come_before_anything_is_written(machine):
     if hasattr(machine.backend, "ops"):
         with pytest.raises(RuntimeError, match="expected at least one gradient"):
             machine.backend.ops.scale_([], torch.ones(1, device=flat.device))
-    with pytest.raises(RuntimeError, match="max_norm to have 1 or 1 elements, but got 3"):
+    with pytest.raises(RuntimeError, match="max_norm to have 1 element, but got 3"):
         machine.backend.clip_([flat], torch.ones(3), 2.0, "propagate")
-    with pytest.raises(RuntimeError, match="expected norm_type 1, 2 or inf"):
+    with pytest.raises(RuntimeError, match="expected norm_type to be 1, 2 or inf"):
         machine.backend.clip_([flat], 0.1, 3.0, "propagate")
     assert torch.equal(flat.cpu(), torch.ones(100))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The CUDA kernels on a CPU: csrc/cuda compiled by g++ against the headers of tests/backends/cuda_shim.
 
-The library defines the ops once more under torch.ops.fastclip_shim, from the same sources as the CUDA
-library but for the one header that asks torch for the stream. So tables, launches, kernels and the last
-block's work are executed, with every thread of a block as a fiber.
+The library defines the ops a second time, as torch.ops.fastclip_shim, from the sources of the CUDA library
+except the header that gets the stream from torch. Metadata, launches, kernels and the last block's work are
+executed, with every thread of a block as a fiber.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ FLAGS = ["-std=c++20", "-O2", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden
 
 
 def reason_against() -> str | None:
-    """Why the kernels cannot be run on this CPU, or None if they can."""
+    """Return why the kernels cannot be run on this CPU, or None if they can."""
     if libraries.torch_version() < libraries.OLDEST_TORCH:
         return f"torch {torch.__version__} has no stable ABI that the sources could use"
     if not shutil.which(COMPILER):
@@ -46,6 +46,7 @@ def reason_against() -> str | None:
 
 
 def call(*command: object) -> None:
+    """Run a command; raise RuntimeError with its error output if it fails."""
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{result.stderr[-6000:]}")
@@ -53,7 +54,7 @@ def call(*command: object) -> None:
 
 @functools.cache
 def library() -> Path:
-    """The library, built unless one from the same sources, torch and compiler lies in build/."""
+    """Return the library, built unless build/ has one from the same sources, torch and compiler."""
     include = Path(torch.__file__).parent / "include"
     flags = [*FLAGS, f"-I{HEADERS}", f"-I{ROOT / 'csrc' / 'cuda'}", "-isystem", str(include)]
     flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DFASTCLIP_NAMESPACE=fastclip_shim"]
@@ -61,7 +62,7 @@ def library() -> Path:
     text = b"".join(p.read_bytes() for p in read) + repr((torch.__version__, COMPILER, flags)).encode()
     target = ROOT / "build" / "cuda_shim" / hashlib.sha256(text).hexdigest()[:16] / "libfastclip_shim.so"
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The processes of one test run share it: the first one builds, the others wait.
+    # The processes of one test run share the library: the first one builds it, the others wait.
     with FileLock(target.with_suffix(".lock")):
         if not target.exists():
             _build(target, flags, include)
@@ -84,7 +85,7 @@ def _build(target: Path, flags: list[str], include: Path) -> None:
 
 @functools.cache
 def backend() -> ModuleType:
-    """A copy of the native backend that calls the ops of the shim, for tensors on the CPU."""
+    """Return a copy of the native backend that calls the ops of the shim, for tensors on the CPU."""
     torch.ops.load_library(library())
     spec = importlib.util.spec_from_file_location("fastclip.backends.native_on_shim", native.__file__)
     assert spec and spec.loader
@@ -96,5 +97,5 @@ def backend() -> ModuleType:
 
 
 def configure(blocks: int = 3, seed: int = 0) -> None:
-    """The largest grid, and the order in which blocks and threads run: 0 for that of their numbers."""
+    """Set the largest grid, and the seed of the order of blocks and threads; 0 is their natural order."""
     ctypes.CDLL(str(library())).fastclip_shim_configure(blocks, ctypes.c_uint(seed))

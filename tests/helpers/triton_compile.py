@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compiles every Triton kernel for GPUs that need not be here, and prints what became of it as JSON.
+"""Compile every Triton kernel for a GPU that need not be present, and print the properties of each as JSON.
 
-A program of its own: the tests run Triton's interpreter, and one process cannot do both.
+This is a separate program because the tests run Triton's interpreter, and one process cannot do both.
 """
 
 import json
@@ -17,14 +17,14 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from benchmarks.sass import find_tools
-from fastclip.backends.triton import statistics, summary, updates
+from fastclip.backends.triton import clip_summary, statistics, update
 
-POINTERS = {"table": "*i64", "counts": "*i32", "flags": "*fp32", "result": "*fp32"}
+POINTERS = {"metadata": "*i64", "counts": "*i32", "summary": "*fp32", "result": "*fp32"}
 NUMBERS = {"count", "steps", "chunks", "finite_only", "groups", "repeat", "factor_stride", "max_norm_stride"}
 
 
 def sources() -> Iterator[tuple[str, ASTSource]]:
-    """Each kernel with each value of the constants that change it."""
+    """Yield each kernel with each value of the constants that change it."""
 
     def source(kernel, **constants: object) -> ASTSource:
         constants["wide"] = tl.float64
@@ -35,16 +35,17 @@ def sources() -> Iterator[tuple[str, ASTSource]]:
         return ASTSource(kernel, signature, constants)
 
     for norm, name in enumerate(("1", "2", "inf")):
-        yield f"statistics, norm {name}", source(statistics.statistics, norm=norm)
-        yield f"rows, norm {name}", source(statistics.rows, norm=norm)
+        yield f"chunk_statistics, norm {name}", source(statistics.chunk_statistics, norm=norm)
+        yield f"tensor_statistics, norm {name}", source(statistics.tensor_statistics, norm=norm)
         clip = {"real": tl.float32, "clip": True, "max_norm_is_tensor": norm == 0}
-        yield f"summarize, norm {name}", source(summary.summarize, norm=norm, **clip)
+        yield f"summarize, norm {name}", source(clip_summary.summarize, norm=norm, **clip)
     for mode, name in enumerate(("propagate", "zero", "skip")):
-        yield f"scale, {name}", source(updates.scale, mode=mode, counted=True)
-    yield "clamp", source(updates.clamp)
+        yield f"scale, {name}", source(update.scale, mode=mode, counted=True)
+    yield "clamp", source(update.clamp)
 
 
 def of_nvidia(compiled) -> dict[str, int]:
+    """Return registers, spilled bytes and wide accesses, from cuobjdump and the PTX."""
     tools = find_tools()
     assert tools, "Triton's wheel carries cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -64,6 +65,7 @@ def of_nvidia(compiled) -> dict[str, int]:
 
 
 def of_amd(compiled) -> dict[str, int]:
+    """Return registers, spilled registers and wide accesses, from the assembly."""
     text = compiled.asm["amdgcn"]
 
     def number(name: str) -> int:

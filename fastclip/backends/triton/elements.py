@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the Triton kernels share: the table, and elements of each dtype.
+"""Shared parts of the Triton kernels: the metadata of a list, and access to elements of each dtype.
 
-A gradient is cut into chunks of CHUNK elements, each read by one program and kept in a slot of its own; slots
-are summed in a fixed order. Nothing is tuned at run time: that would change the order of summation.
+A gradient is split into chunks of CHUNK elements. One program reads a chunk and stores its partial result;
+partials are combined in a fixed order. Nothing is tuned at run time, as the order of summation would change.
 
-Columns of the table, int64 [N, 6]: address, elements, chunks before it, dtype, index of its group or factor,
-how many gradients before it have the very same memory.
+Columns of the metadata, int64 [N, 6]: address, number of elements, number of chunks of all earlier gradients,
+dtype, index of its group or factor, number of earlier gradients with exactly the same memory.
 """
 
 import triton
@@ -13,9 +13,9 @@ import triton.language as tl
 
 CHUNK = tl.constexpr(32768)
 BLOCK = tl.constexpr(2048)  # a float32 sum takes CHUNK / BLOCK = 16 additions
-ROWS = tl.constexpr(1024)
-COLUMNS = tl.constexpr(6)
-# Below this sum of squares, terms that underflowed in float32 could matter: see csrc/cuda/reduce.cuh.
+COMBINE_BLOCK = tl.constexpr(1024)  # partials or gradients that a program combines at once
+METADATA_COLUMNS = tl.constexpr(6)
+# A sum of squares below this may have lost a relevant part to underflow: see csrc/cuda/reduce.cuh.
 TINY_SUM = tl.constexpr(2.0**-87)
 INFINITY = tl.constexpr(float("inf"))
 
@@ -26,14 +26,16 @@ PROPAGATE, ZERO, SKIP = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
-def find(table, count, steps, chunk):
-    """The gradient of a chunk: the last that begins at or before it. Gradients without elements begin where
-    their successor does, and are passed over."""
+def find_tensor(metadata, count, steps, chunk):
+    """Return the last gradient whose first chunk is at or before `chunk`.
+
+    Empty gradients share their first chunk with their successor and are never found.
+    """
     low = 0
     high = count
     for _ in range(steps):
         middle = (low + high) // 2
-        before = tl.load(table + middle * COLUMNS + 2)
+        before = tl.load(metadata + middle * METADATA_COLUMNS + 2)
         go_on = high - low > 1
         left = before > chunk
         high = tl.where(go_on & left, middle, high)
@@ -43,8 +45,11 @@ def find(table, count, steps, chunk):
 
 @triton.jit
 def widen(x, dtype: tl.constexpr, real: tl.constexpr):
-    """Elements as numbers to compute with. bfloat16 is handled as int16: its conversions are then the same on
-    every device, the interpreter included, whose own are not right."""
+    """Convert elements to `real` for arithmetic.
+
+    bfloat16 is loaded as int16, so that conversions are the same on every device and in the interpreter,
+    whose own conversions are wrong.
+    """
     if dtype == BFLOAT16:
         return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -53,7 +58,7 @@ def widen(x, dtype: tl.constexpr, real: tl.constexpr):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """To the elements' type, to nearest, ties to even."""
+    """Convert to the dtype of the elements, rounding to nearest, ties to even."""
     if dtype == BFLOAT16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -76,14 +81,14 @@ def item_size(kind):
 
 @triton.jit
 def larger(a, b):
-    """The larger of two magnitudes, in which a NaN wins."""
+    """Return the larger of two magnitudes; NaN is the largest."""
     return tl.where((a > b) | (a != a), a, b)
 
 
 @triton.jit
 def reduce(x, norm: tl.constexpr):
     if norm == NORM_INF:
-        # Of magnitudes the order of the bits is that of the values, with NaN above Inf.
+        # Magnitudes are compared by their bits, which order NaN above Inf.
         if x.dtype == tl.float64:
             return tl.max(x.to(tl.int64, bitcast=True), 0).to(tl.float64, bitcast=True)
         else:

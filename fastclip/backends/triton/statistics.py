@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Triton kernels that read: sums of powers, maxima and counts, of chunks and then of gradients."""
+"""The Triton kernels that read: power sums, maxima and counts of chunks and then of gradients."""
 
 import triton
 import triton.language as tl
@@ -8,17 +8,17 @@ from .elements import (
     BFLOAT16,
     BLOCK,
     CHUNK,
-    COLUMNS,
+    COMBINE_BLOCK,
     FLOAT16,
     FLOAT32,
     FLOAT64,
     INFINITY,
+    METADATA_COLUMNS,
     NORM_1,
     NORM_2,
     NORM_INF,
-    ROWS,
     TINY_SUM,
-    find,
+    find_tensor,
     is_finite,
     item_size,
     larger,
@@ -39,7 +39,7 @@ def _add_power(total, x, norm: tl.constexpr):
 
 
 @triton.jit
-def _carefully(
+def _reduce_exact(
     pointer,
     size,
     norm: tl.constexpr,
@@ -48,7 +48,7 @@ def _carefully(
     wide: tl.constexpr,
     finite_only,
 ):
-    """The second reading of a chunk whose sum cannot be trusted: counts exactly, sums in `wide`."""
+    """Read a chunk again whose fast sum is not reliable: count NaN and Inf, and sum in `wide`."""
     total = tl.zeros([BLOCK], wide)
     nans = tl.zeros([BLOCK], tl.int32)
     infs = tl.zeros([BLOCK], tl.int32)
@@ -70,7 +70,7 @@ def _carefully(
 
 
 @triton.jit
-def _chunk_statistics(
+def _reduce_chunk(
     address,
     size,
     norm: tl.constexpr,
@@ -80,12 +80,12 @@ def _chunk_statistics(
     wide: tl.constexpr,
     finite_only,
 ):
-    """Value, NaN count and Inf count of the elements of one chunk."""
+    """Return the value, NaN count and Inf count of one chunk."""
     pointer = address.to(tl.pointer_type(element))
     total = tl.zeros([BLOCK], real)
     seen = tl.zeros([BLOCK], tl.int1)
     if (size == CHUNK) & (address % 16 == 0):
-        # Unmasked and known to be aligned, or the loads are not of 16 bytes.
+        # Only unmasked loads from an address known to be aligned become loads of 16 bytes.
         aligned = tl.multiple_of(pointer, 16)
         for start in range(0, CHUNK, BLOCK):
             x = widen(tl.load(aligned + start + tl.arange(0, BLOCK)), dtype, real)
@@ -104,15 +104,17 @@ def _chunk_statistics(
     if norm == NORM_2 and real == tl.float32:
         suspicious = suspicious | ((value < TINY_SUM) & (tl.max(seen.to(tl.int32), 0) > 0))
     if suspicious:
-        value, nan_count, inf_count = _carefully(pointer, size, norm, dtype, real, wide, finite_only)
+        value, nan_count, inf_count = _reduce_exact(pointer, size, norm, dtype, real, wide, finite_only)
     return value, nan_count, inf_count
 
 
 @triton.jit(do_not_specialize=["count", "steps", "finite_only"])
-def statistics(table, count, steps, slots, counts, finite_only, norm: tl.constexpr, wide: tl.constexpr):
-    """One program a chunk: slots [chunks] in `wide`, counts [chunks, 2] in int32."""
+def chunk_statistics(
+    metadata, count, steps, partials, counts, finite_only, norm: tl.constexpr, wide: tl.constexpr
+):
+    """Compute partials [chunks] in `wide` and counts [chunks, 2] in int32, one program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
-    row = table + find(table, count, steps, chunk) * COLUMNS
+    row = metadata + find_tensor(metadata, count, steps, chunk) * METADATA_COLUMNS
     number = chunk - tl.load(row + 2)
     size = tl.minimum(tl.load(row + 1) - number * CHUNK, CHUNK).to(tl.int32)
     kind = tl.load(row + 3)
@@ -121,40 +123,42 @@ def statistics(table, count, steps, slots, counts, finite_only, norm: tl.constex
     nans = 0
     infs = 0
     if kind == FLOAT32:
-        value, nans, infs = _chunk_statistics(
+        value, nans, infs = _reduce_chunk(
             address, size, norm, FLOAT32, tl.float32, tl.float32, wide, finite_only
         )
     elif kind == BFLOAT16:
-        value, nans, infs = _chunk_statistics(
+        value, nans, infs = _reduce_chunk(
             address, size, norm, BFLOAT16, tl.int16, tl.float32, wide, finite_only
         )
     elif kind == FLOAT16:
-        value, nans, infs = _chunk_statistics(
+        value, nans, infs = _reduce_chunk(
             address, size, norm, FLOAT16, tl.float16, tl.float32, wide, finite_only
         )
     elif wide == tl.float64:
-        value, nans, infs = _chunk_statistics(
+        value, nans, infs = _reduce_chunk(
             address, size, norm, FLOAT64, tl.float64, tl.float64, wide, finite_only
         )
-    tl.store(slots + chunk, value)
+    tl.store(partials + chunk, value)
     tl.store(counts + 2 * chunk, nans)
     tl.store(counts + 2 * chunk + 1, infs)
 
 
 @triton.jit(do_not_specialize=["count", "chunks"])
-def rows(table, count, chunks, slots, counts, stats, norm: tl.constexpr, wide: tl.constexpr):
-    """One program a gradient: stats [N, 3] in `wide`."""
+def tensor_statistics(
+    metadata, count, chunks, partials, counts, stats, norm: tl.constexpr, wide: tl.constexpr
+):
+    """Combine the chunks of each gradient into stats [N, 3] in `wide`, one program per gradient."""
     tensor = tl.program_id(0).to(tl.int64)
-    first = tl.load(table + tensor * COLUMNS + 2)
-    end = tl.load(table + (tensor + 1) * COLUMNS + 2, mask=tensor + 1 < count, other=0)
+    first = tl.load(metadata + tensor * METADATA_COLUMNS + 2)
+    end = tl.load(metadata + (tensor + 1) * METADATA_COLUMNS + 2, mask=tensor + 1 < count, other=0)
     end = tl.where(tensor + 1 < count, end, chunks)
-    total = tl.zeros([ROWS], wide)
-    nans = tl.zeros([ROWS], tl.int64)
-    infs = tl.zeros([ROWS], tl.int64)
-    for start in range(first, end, ROWS):
-        at = start + tl.arange(0, ROWS)
+    total = tl.zeros([COMBINE_BLOCK], wide)
+    nans = tl.zeros([COMBINE_BLOCK], tl.int64)
+    infs = tl.zeros([COMBINE_BLOCK], tl.int64)
+    for start in range(first, end, COMBINE_BLOCK):
+        at = start + tl.arange(0, COMBINE_BLOCK)
         inside = at < end
-        value = tl.load(slots + at, mask=inside, other=0.0)
+        value = tl.load(partials + at, mask=inside, other=0.0)
         total = larger(total, value) if norm == NORM_INF else total + value
         nans += tl.load(counts + 2 * at, mask=inside, other=0)
         infs += tl.load(counts + 2 * at + 1, mask=inside, other=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A list of gradients as the Triton kernels take it, checked before anything is read or written."""
+"""A list of gradients as the Triton kernels take it. All checks run before anything is read or written."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .. import checks
 CHUNK = 32768
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-# Copies into a captured graph read their source again at every replay: it must never be freed or reused.
-_captured_tables: list[Tensor] = []
+# Every replay of a captured graph copies from this memory again: it must never be freed or reused.
+_captured_metadata: list[Tensor] = []
 
 
-class GradientList(NamedTuple):
-    """A list of gradients as the kernels take it. `steps` bounds the binary search."""
+class TensorList(NamedTuple):
+    """A list of gradients as the kernels take it."""
 
-    table: Tensor  # [N, 6] int64, see the kernels
-    num_grads: int
+    metadata: Tensor  # [N, 6] int64; the columns are listed in elements.py
+    num_tensors: int
     chunks: int
-    steps: int
-    rounds: int
-    copies: list[tuple[Tensor, Tensor]]  # gradients with gaps, and the packed copies that stand for them
+    steps: int  # upper bound for the steps of the binary search
+    rounds: int  # 1 + how often the same memory is repeated
+    copies: list[tuple[Tensor, Tensor]]  # gradients with gaps, and their packed copies
 
 
 def _is_run(grad: Tensor) -> bool:
-    """Whether the elements fill one run of memory, in whatever order of the dimensions."""
+    """Return whether the elements fill one run of memory, in any order of the dimensions."""
     if grad.is_contiguous():
         return True
     expected = 1
@@ -55,8 +55,8 @@ def _require_one_device(grads: Sequence[Tensor]) -> None:
             )
 
 
-def _require_apart(grads: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if gradients overlap; most lists are seen to be apart by their extents alone."""
+def _require_no_overlap(grads: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if gradients overlap; for most lists comparing their extents is enough."""
     if all(_is_run(g) for g in grads):
         extents = sorted((g.data_ptr(), g.data_ptr() + g.nbytes) for g in grads if g.numel())
         if all(a[1] <= b[0] for a, b in itertools.pairwise(extents)):
@@ -65,21 +65,26 @@ def _require_apart(grads: Sequence[Tensor]) -> None:
 
 
 def _send(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    """The table on the device, without waiting for it."""
+    """Return the metadata on the device, without synchronizing with it."""
     if device.type == "cpu":
         return torch.tensor(rows, dtype=torch.int64)
-    # torch keeps the pinned block from reuse until the stream has passed the copy.
+    # torch does not reuse the pinned block before the stream has executed the copy.
     pinned = torch.tensor(rows, dtype=torch.int64).pin_memory()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured_tables.append(pinned)
+        _captured_metadata.append(pinned)
     return pinned.to(device, non_blocking=True)
 
 
-def prepare(grads: Sequence[Tensor], indices: Sequence[int], write: bool) -> GradientList:
-    """The table of a list. Errors come here, before anything is written."""
+def build_tensor_list(grads: Sequence[Tensor], indices: Sequence[int], write: bool) -> TensorList:
+    """Build the metadata of a list of gradients; `indices` holds the index of each one's group or factor.
+
+    Raises:
+        TypeError: a gradient is not a tensor.
+        RuntimeError: gradients on several devices, an unsupported dtype or layout, or, with `write`, overlap.
+    """
     _require_one_device(grads)
     if write:
-        _require_apart(grads)
+        _require_no_overlap(grads)
     rows: list[tuple[int, ...]] = []
     copies: list[tuple[Tensor, Tensor]] = []
     chunks = 0
@@ -98,5 +103,5 @@ def prepare(grads: Sequence[Tensor], indices: Sequence[int], write: bool) -> Gra
         rows.append((run.data_ptr(), grad.numel(), chunks, _DTYPES[grad.dtype], index, repeat))
         chunks += -(-grad.numel() // CHUNK)
     rounds = 1 + max(row[5] for row in rows)
-    table = _send(rows, grads[0].device)
-    return GradientList(table, len(rows), chunks, max(1, (len(rows) - 1).bit_length()), rounds, copies)
+    metadata = _send(rows, grads[0].device)
+    return TensorList(metadata, len(rows), chunks, max(1, (len(rows) - 1).bit_length()), rounds, copies)

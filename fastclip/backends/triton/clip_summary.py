@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Triton kernel that makes norms and coefficients of the statistics of gradients."""
+"""The Triton kernel that computes norms and clip coefficients from the statistics of gradients."""
 
 import triton
 import triton.language as tl
 
-from .elements import COLUMNS, NORM_2, NORM_INF, ROWS, is_finite, larger, reduce
+from .elements import COMBINE_BLOCK, METADATA_COLUMNS, NORM_2, NORM_INF, is_finite, larger, reduce
 
 
 @triton.jit
 def _root(x):
-    """Rounded to nearest, which the plain root of a float32 need not be."""
+    """Return the square root rounded to nearest, which tl.sqrt of a float32 may not be."""
     if x.dtype == tl.float32:
         return tl.sqrt_rn(x)
     else:
@@ -18,7 +18,7 @@ def _root(x):
 
 @triton.jit
 def _divide(a, b):
-    """Rounded to nearest, likewise."""
+    """Return the quotient rounded to nearest, which `/` of float32 may not be."""
     if a.dtype == tl.float32:
         return tl.div_rn(a, b)
     else:
@@ -27,7 +27,7 @@ def _divide(a, b):
 
 @triton.jit(do_not_specialize=["count", "max_norm_stride"])
 def summarize(
-    table,
+    metadata,
     count,
     stats,
     max_norms,
@@ -41,14 +41,14 @@ def summarize(
     clip: tl.constexpr,
     max_norm_is_tensor: tl.constexpr,
 ):
-    """One program a group: its norm, or with `clip` its row of the summary and its factor."""
+    """Compute the norm of each group or, with `clip`, its summary and its factor; one program per group."""
     group = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([ROWS], wide)
-    nonfinite = tl.zeros([ROWS], wide)
-    for start in range(0, count, ROWS):
-        at = start + tl.arange(0, ROWS).to(tl.int64)
+    total = tl.zeros([COMBINE_BLOCK], wide)
+    nonfinite = tl.zeros([COMBINE_BLOCK], wide)
+    for start in range(0, count, COMBINE_BLOCK):
+        at = start + tl.arange(0, COMBINE_BLOCK).to(tl.int64)
         inside = at < count
-        own = inside & (tl.load(table + at * COLUMNS + 4, mask=inside, other=-1) == group)
+        own = inside & (tl.load(metadata + at * METADATA_COLUMNS + 4, mask=inside, other=-1) == group)
         value = tl.load(stats + 3 * at, mask=own, other=0.0)
         total = larger(total, value) if norm == NORM_INF else total + value
         nonfinite += tl.load(stats + 3 * at + 1, mask=own, other=0.0)
@@ -61,7 +61,7 @@ def summarize(
         limit = tl.load(max_norms + group * max_norm_stride).to(real)
         padded = total_norm + tl.full([], 1e-6, real)
         one = tl.full([], 1.0, real)
-        # A number is multiplied with the reciprocal, a tensor divided, as in torch.
+        # As in torch, a number is multiplied by a reciprocal and a tensor is divided.
         coef = _divide(limit, padded) if max_norm_is_tensor else _divide(one, padded) * limit
         coef = tl.where(coef > 1.0, one, coef)
         usable = (tl.sum(nonfinite, 0) == 0) & is_finite(total_norm) & (coef >= 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Triton kernels that write: scaling and limiting."""
+"""The Triton kernels that write: scaling and clamping."""
 
 import triton
 import triton.language as tl
@@ -8,14 +8,14 @@ from .elements import (
     BFLOAT16,
     BLOCK,
     CHUNK,
-    COLUMNS,
+    COMBINE_BLOCK,
     FLOAT16,
     FLOAT32,
     FLOAT64,
-    ROWS,
+    METADATA_COLUMNS,
     SKIP,
     ZERO,
-    find,
+    find_tensor,
     is_finite,
     item_size,
     narrow,
@@ -24,13 +24,13 @@ from .elements import (
 
 
 @triton.jit
-def _wanted(flags, groups, mode: tl.constexpr):
-    """Whether anything may be written: under "skip" not if one group is bad. `flags` is result [G, 3]."""
+def _may_write(summary, groups, mode: tl.constexpr):
+    """Return whether gradients may be written: not in the mode SKIP if a group of `summary` has found_inf."""
     bad = 0
     if mode == SKIP:
-        for start in range(0, groups, ROWS):
-            at = start + tl.arange(0, ROWS)
-            found = tl.load(flags + 3 * at + 2, mask=at < groups, other=0.0)
+        for start in range(0, groups, COMBINE_BLOCK):
+            at = start + tl.arange(0, COMBINE_BLOCK)
+            found = tl.load(summary + 3 * at + 2, mask=at < groups, other=0.0)
             bad += tl.sum((found > 0).to(tl.int32), 0)
     return bad == 0
 
@@ -56,12 +56,12 @@ def _scale_chunk(address, size, factor, zero, dtype: tl.constexpr, element: tl.c
 
 @triton.jit(do_not_specialize=["count", "steps", "chunks", "groups", "repeat", "factor_stride"])
 def scale(
-    table,
+    metadata,
     count,
     steps,
     chunks,
     factors,
-    flags,
+    summary,
     groups,
     counts,
     repeat,
@@ -70,13 +70,14 @@ def scale(
     counted: tl.constexpr,
     wide: tl.constexpr,
 ):
-    """One program a chunk, from the last to the first: what the statistics read last is still in the cache.
+    """Scale the gradients, one program per chunk.
 
-    Leaves at once where the factor is 1. In the mode ZERO non-finite elements become 0, in the chunks that
-    have any if they were counted, else in all.
+    Programs go from the last chunk to the first: what the statistics read last is still in the cache. A chunk
+    whose factor is 1 is not read. In the mode ZERO non-finite elements become 0, in all chunks or, with
+    `counted`, in those whose `counts` are not 0.
     """
     chunk = chunks - 1 - tl.program_id(0).to(tl.int64)
-    row = table + find(table, count, steps, chunk) * COLUMNS
+    row = metadata + find_tensor(metadata, count, steps, chunk) * METADATA_COLUMNS
     factor = tl.load(factors + tl.load(row + 4) * factor_stride)
     zero = 0
     if mode == ZERO:
@@ -85,7 +86,7 @@ def scale(
             zero = ((tl.load(counts + 2 * chunk) + tl.load(counts + 2 * chunk + 1)) > 0).to(tl.int32)
     own = tl.load(row + 5) == repeat
     if own & ((factor != 1) | (zero != 0)):
-        if _wanted(flags, groups, mode):
+        if _may_write(summary, groups, mode):
             number = chunk - tl.load(row + 2)
             size = tl.minimum(tl.load(row + 1) - number * CHUNK, CHUNK).to(tl.int32)
             kind = tl.load(row + 3)
@@ -102,9 +103,9 @@ def scale(
 
 @triton.jit
 def _clamp_chunk(address, size, limit, dtype: tl.constexpr, element: tl.constexpr, real: tl.constexpr):
-    """Writes only what lies outside; NaN compares false and stays."""
+    """Write only the elements outside the limit; NaN compares false and stays."""
     pointer = address.to(tl.pointer_type(element))
-    # The limit as a number of the elements' type, as torch compares it.
+    # torch compares with the limit rounded to the elements' dtype.
     high = widen(narrow(limit.to(real), dtype), dtype, real)
     if (size == CHUNK) & (address % 16 == 0):
         aligned = tl.multiple_of(pointer, 16)
@@ -123,10 +124,10 @@ def _clamp_chunk(address, size, limit, dtype: tl.constexpr, element: tl.constexp
 
 
 @triton.jit(do_not_specialize=["count", "steps"])
-def clamp(table, count, steps, limit, wide: tl.constexpr):
-    """One program a chunk. `limit` is a tensor of one element."""
+def clamp(metadata, count, steps, limit, wide: tl.constexpr):
+    """Clamp the gradients to a tensor `limit` of one element, one program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
-    row = table + find(table, count, steps, chunk) * COLUMNS
+    row = metadata + find_tensor(metadata, count, steps, chunk) * METADATA_COLUMNS
     number = chunk - tl.load(row + 2)
     size = tl.minimum(tl.load(row + 1) - number * CHUNK, CHUNK).to(tl.int32)
     kind = tl.load(row + 3)
