@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m benchmarks.gpu_bound`: which fraction of a GPU's memory bandwidth the hot loops can reach.
+"""`python -m benchmarks.gpu_bound`: the fraction of a GPU's memory bandwidth that the hot loops can reach.
 
-Nothing is timed. The loops' instructions are counted in the built library, and two limits derived from them:
+Nothing is timed. The instructions of the loops are counted in the built library and give two limits:
 
-* issue: a multiprocessor issues 4 instructions of 32 threads a clock, and float64 operations more slowly.
-  With I instructions for B bytes of each thread it can move 128 B / I bytes a clock, times multiprocessors
-  times clock. The scale pass counts the bytes it reads and those it writes.
-* latency: bytes that all resident threads have under way, over the time that one load takes. The time is an
-  assumption, and a cautious one.
+* issue: a multiprocessor issues 4 instructions of 32 threads per clock, and fewer float64 operations. With I
+  instructions for B bytes of each thread it can move 128 B / I bytes per clock, times multiprocessors, times
+  clock rate. For the scale kernel, bytes read and bytes written count.
+* latency: the bytes in flight in all resident threads, divided by the latency of one load. The latency is a
+  conservative assumption.
 
-Both are printed in percent of the GPU's bandwidth. Where both are above 100, memory is the limit.
+Both are printed in percent of the GPU's bandwidth. If both are above 100, memory bandwidth is the limit.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from .sass import Loop, hot_loops, resources
 
 LIBRARY = Path(__file__).parent.parent / "fastclip" / "libfastclip_cuda.so"
 
-_ISSUED = 128  # instructions of single threads that a multiprocessor issues in a clock
-_LOAD_SECONDS = 1e-6  # of a load from memory that is busy; without load it is about half
+_ISSUED = 128  # thread instructions that a multiprocessor issues per clock
+_LOAD_SECONDS = 1e-6  # latency of a load from busy memory; from idle memory about half
 _REGISTERS = 65536
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """From NVIDIA's data sheets; the clock is the one under sustained load."""
+    """The properties of a GPU, from NVIDIA's data sheets; the clock is that under sustained load."""
 
     name: str
     architecture: int
     multiprocessors: int
     clock: float  # Hz
-    bandwidth: float  # bytes in a second
-    float64: int  # operations of a multiprocessor in a clock
-    threads: int = 2048  # that a multiprocessor can hold
+    bandwidth: float  # bytes per second
+    float64: int  # float64 operations of a multiprocessor per clock
+    threads: int = 2048  # resident threads of a multiprocessor
 
 
 GPUS = (
@@ -50,7 +50,7 @@ GPUS = (
 
 @dataclass(frozen=True)
 class Bound:
-    """One loop on one GPU. Limits are fractions of the bandwidth; above 1 the memory is slower."""
+    """The limits of one loop on one GPU, as fractions of the bandwidth; above 1 memory is slower."""
 
     gpu: Gpu
     loop: Loop
@@ -63,7 +63,7 @@ class Bound:
 
 
 def bound(gpu: Gpu, loop: Loop, registers: int) -> Bound:
-    """The limits of a loop whose kernel takes this many registers a thread."""
+    """Return the limits of a loop whose kernel uses this many registers per thread."""
     moved = loop.loaded_bytes + 16 * loop.count("STG.E.128")
     wide = loop.count("DFMA", "DADD", "DMUL", "DSETP")
     clocks = max(loop.instructions / _ISSUED, wide / gpu.float64)
@@ -71,12 +71,12 @@ def bound(gpu: Gpu, loop: Loop, registers: int) -> Bound:
     resident = min(gpu.threads, _REGISTERS // (registers * 256) * 256)
     by_latency = resident * loop.loaded_bytes * gpu.multiprocessors / _LOAD_SECONDS
     if loop.count("STG.E.128"):
-        by_latency *= 2  # what is written needs no waiting
+        by_latency *= 2  # stores are not waited for
     return Bound(gpu, loop, by_issue / gpu.bandwidth, by_latency / gpu.bandwidth)
 
 
 def bounds(library: Path = LIBRARY) -> list[Bound]:
-    """Every hot loop of the statistics and scale kernels on every GPU whose architecture was built."""
+    """Return the limits of the statistics and scale kernels on each GPU whose architecture was built."""
     registers = {key: found.registers for key, found in resources(library).items()}
     architectures = {architecture for architecture, _ in registers}
     return [
@@ -89,7 +89,7 @@ def bounds(library: Path = LIBRARY) -> list[Bound]:
 
 
 def table(found: list[Bound]) -> str:
-    """A row for each loop; for each GPU instructions, and the two limits in percent of its bandwidth."""
+    """Return a Markdown table: per loop and GPU, instructions and both limits in percent of the bandwidth."""
     names = [gpu.name for gpu in GPUS]
     lines = [
         "| loop | " + " | ".join(f"{name}: instructions, issue, latency" for name in names) + " |",
@@ -97,7 +97,7 @@ def table(found: list[Bound]) -> str:
     ]
     rows: dict[str, dict[str, str]] = {}
     for b in found:
-        label = f"{b.loop.kernel}, {b.loop.dtype}, {b.loop.loaded_bytes} bytes a turn"
+        label = f"{b.loop.kernel}, {b.loop.dtype}, {b.loop.loaded_bytes} bytes per iteration"
         cell = f"{b.loop.instructions}, {b.issue:.0%}, {b.latency:.0%}"
         rows.setdefault(label, {})[b.gpu.name] = cell
     lines += [
@@ -108,7 +108,7 @@ def table(found: list[Bound]) -> str:
 
 def main() -> int:
     if not LIBRARY.exists():
-        print(f"{LIBRARY.name} was not built: there is nothing to read", file=sys.stderr)
+        print(f"{LIBRARY.name} was not built: nothing to analyze", file=sys.stderr)
         return 1
     print(table(bounds()))
     return 0

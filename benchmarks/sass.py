@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the compiler made of the kernels, read from the built library by NVIDIA's cuobjdump."""
+"""Registers, memory and hot loops of the compiled kernels, read from the library with NVIDIA's cuobjdump."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {0: "norm 1", 1: "norm 2", 2: "norm inf"}
 
 
 def find_tools() -> Path | None:
-    """The folder of cuobjdump and nvdisasm: on PATH, beside nvcc, or in the wheel of Triton."""
+    """Return the folder of cuobjdump and nvdisasm: on PATH, beside nvcc, or in Triton's wheel; else None."""
     places = [Path(found).parent for name in ("cuobjdump", "nvcc") if (found := shutil.which(name))]
     if spec := importlib.util.find_spec("triton"):
         places += [Path(p) / "backends" / "nvidia" / "bin" for p in spec.submodule_search_locations or ()]
@@ -42,13 +42,13 @@ def _kernel_name(mangled: str) -> str:
         return f"statistics, {_NAMES[int(found[1])]}"
     found = re.search(r"\d+(scale|clamp)_kernel", mangled)
     if found is None:
-        raise ValueError(f"an unknown kernel: {mangled}")
+        raise ValueError(f"unknown kernel: {mangled}")
     return found[1]
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes of a multiprocessor. `stack` and `local` are bytes of memory for each thread."""
+    """The resources of a kernel; `stack` and `local` are bytes per thread, `shared` is bytes per block."""
 
     registers: int
     stack: int
@@ -57,7 +57,7 @@ class Resources:
 
 
 def resources(library: Path) -> dict[tuple[int, str], Resources]:
-    """By architecture (90 for sm_90) and kernel."""
+    """Return the resources by architecture (90 for sm_90) and kernel."""
     found: dict[tuple[int, str], Resources] = {}
     architecture, kernel = 0, ""
     for line in _cuobjdump(library, "-res-usage").splitlines():
@@ -73,7 +73,7 @@ def resources(library: Path) -> dict[tuple[int, str], Resources]:
 
 @dataclass(frozen=True)
 class Loop:
-    """The instructions that a thread executes for four loads of 16 bytes each."""
+    """The instructions of one iteration of a hot loop, as one thread executes them."""
 
     kernel: str
     dtype: str
@@ -84,7 +84,7 @@ class Loop:
         return sum(self.operations.values())
 
     def count(self, *names: str) -> int:
-        """Instructions whose name begins with one of these."""
+        """Return the number of instructions whose name begins with one of `names`."""
         return sum(n for operation, n in self.operations.items() if operation.startswith(names))
 
     @property
@@ -93,7 +93,7 @@ class Loop:
 
 
 def _dtype_of(operations: Counter) -> str:
-    """By the conversions, and by how many elements are computed for the bytes that are loaded."""
+    """Infer the dtype from the conversions and from the number of elements computed per loaded byte."""
 
     def count(*names: str) -> int:
         return sum(n for operation, n in operations.items() if operation.startswith(names))
@@ -103,7 +103,7 @@ def _dtype_of(operations: Counter) -> str:
     if count("HADD2", "F2FP.F16", "F2F.F16"):
         return "float16"
     arithmetic = count("FFMA", "FADD", "FMUL")
-    if arithmetic == 0:  # the maximum of integers does not tell the two formats apart
+    if arithmetic == 0:  # an integer maximum looks the same for both formats
         return "bfloat16 or float16" if count("SHF.R", "PRMT") else "float32"
     return "bfloat16" if arithmetic * 4 > 16 * count("LDG.E.128") else "float32"
 
@@ -124,7 +124,7 @@ def _innermost_loops(code: list[tuple[int, str, str]]) -> Iterator[list[tuple[in
 
 
 def hot_loops(library: Path, architecture: int) -> list[Loop]:
-    """The loops over full chunks: those with several loads of 16 bytes before the first is used."""
+    """Return the loops over full chunks, which are those with at least two loads of 16 bytes."""
     text = _cuobjdump(library, "-sass", "-arch", f"sm_{architecture}")
     loops = []
     for part in text.split("Function : ")[1:]:
