@@ -24,7 +24,7 @@ from ..bench import clip_table, machine
 from ..bench.clip_rows import ClipRow, compare_parameters, compare_workload
 from ..bench.timing import Bandwidth
 from ..bench.workloads import DTYPES, SMOKE, WORKLOADS
-from ..replay.build import ReplayError, build_subject
+from ..replay.build import ReplayError, call_build
 from .building import function_named, importable
 
 DEFAULT_WORKLOADS = ("gpt2_124m", "llama_1b", "many_tiny", "mid_150")
@@ -118,7 +118,7 @@ def _device(named: str | None) -> torch.device:
 def _parameters(model: str) -> list[nn.Parameter]:
     """Return the parameters of the user's model that get gradients; raise ReplayError if there are none."""
     with importable(os.getcwd()):
-        subject = build_subject(function_named(model))
+        subject = call_build(function_named(model))
     found = [p for p in subject.model.parameters() if p.requires_grad and p.numel()]
     if not found:
         raise ReplayError(f"{model}: its model has no parameter that requires a gradient")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
-from ..replay.build import ReplayError, told
+from ..replay.build import ReplayError, error_line
 
 
 def function_named(text: str) -> Callable[[], Any]:
@@ -25,7 +25,7 @@ def function_named(text: str) -> Callable[[], Any]:
     except AttributeError as error:
         raise ReplayError(f"{text}: {error}") from error
     except Exception as error:
-        raise ReplayError(f"{text}: importing it raised {told(error)}") from error
+        raise ReplayError(f"{text}: importing it raised {error_line(error)}") from error
     if not callable(function):
         raise ReplayError(f"{text}: expected a function, but got {type(function).__name__}")
     return function

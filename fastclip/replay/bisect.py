@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from . import samples
 from .build import ReplayError
 from .failure import Failure
-from .run_step import Runner
-from .step_parts import MicroBatch, Mode, Part, has_batch_norm
+from .run_step import StepRunner
+from .step_parts import BatchPart, MicroBatch, RunMode, has_batch_norm
 
 MOST_LOSSES = 1024  # samples whose losses are taken one by one
 _MOST_SUBSETS = 8  # smallest failing ones, each apart from the others
@@ -22,7 +22,7 @@ _MOST_RUNS = 300
 Item = TypeVar("Item", bound=Hashable)
 
 
-class Halving:
+class DeltaDebugging:
     """Delta debugging (Zeller and Hildebrandt, 2002) on a predicate that is asked once for each subset.
 
     One guilty item of n is found with at most 2 log2(n) questions. After `most` questions the answers to all
@@ -116,7 +116,12 @@ class SampleSearch:
     """Asks a runner about the samples of the micro-batches of one step."""
 
     def __init__(
-        self, runner: Runner, micros: Sequence[MicroBatch], mode: Mode, failure: Failure | None, tick: Any
+        self,
+        runner: StepRunner,
+        micros: Sequence[MicroBatch],
+        mode: RunMode,
+        failure: Failure | None,
+        tick: Any,
     ) -> None:
         self._runner, self._micros, self._mode, self._failure = runner, list(micros), mode, failure
         self._tick = tick
@@ -145,7 +150,7 @@ class SampleSearch:
         name = micro.name_of(item[1])
         return {"id": name, "micro_batch": micro.micro, "index": item[1], "rank": micro.rank}
 
-    def _parts(self, items: Sequence[tuple[int, int]]) -> list[Part]:
+    def _parts(self, items: Sequence[tuple[int, int]]) -> list[BatchPart]:
         by_micro: dict[int, list[int]] = {}
         for m, i in items:
             by_micro.setdefault(m, []).append(i)
@@ -155,10 +160,10 @@ class SampleSearch:
             whole = sorted(indices) == list(range(micro.size))
             # The gradient of each sample stays what it is in the whole batch.
             weight = 1.0 if self._adds_up else len(indices) / micro.size
-            found.append(Part(micro, None if whole else tuple(indices), weight))
+            found.append(BatchPart(micro, None if whole else tuple(indices), weight))
         return found
 
-    def _run(self, parts: list[Part], mode: Mode) -> Any:
+    def _run(self, parts: list[BatchPart], mode: RunMode) -> Any:
         """The outcome, or None where the loss function takes no such subset."""
         self._tick()
         try:
@@ -174,14 +179,14 @@ class SampleSearch:
         """Without dropout, and with the running statistics of batch normalization: comparable numbers."""
         if len(self._items) > MOST_LOSSES:
             self.report.notes.append(f"losses of the first {MOST_LOSSES} of {len(self._items)} samples only")
-        mode = Mode(quiet=("batch_norm", "dropout"), backward=False)
+        mode = RunMode(eval_kinds=("batch_norm", "dropout"), backward=False)
         for item in self._items[:MOST_LOSSES]:
-            outcome = self._run([Part(self._micros[item[0]], (item[1],))], mode)
+            outcome = self._run([BatchPart(self._micros[item[0]], (item[1],))], mode)
             if outcome is not None:
                 self.report.losses.append(self._named(item) | {"loss": outcome.loss})
         finite = math.isfinite
         self.report.losses.sort(key=lambda s: -s["loss"] if finite(s["loss"]) else -math.inf)
-        if has_batch_norm(self._runner.subject.model):
+        if has_batch_norm(self._runner.built.model):
             self.report.notes.append(
                 "losses of single samples are taken with batch normalization in eval mode: in training all "
                 "samples of a batch share its statistics"
@@ -189,14 +194,14 @@ class SampleSearch:
 
     def _is_a_sum(self) -> bool:
         """Whether a sample that is given twice has twice the loss."""
-        mode = Mode(quiet=("batch_norm", "dropout"), backward=False)
+        mode = RunMode(eval_kinds=("batch_norm", "dropout"), backward=False)
         for sample in self.report.losses[::-1]:
             if not math.isfinite(sample["loss"]) or not sample["loss"]:
                 continue
             micro = next(
                 m for m in self._micros if (m.micro, m.rank) == (sample["micro_batch"], sample["rank"])
             )
-            twice = self._run([Part(micro, (sample["index"], sample["index"]))], mode)
+            twice = self._run([BatchPart(micro, (sample["index"], sample["index"]))], mode)
             if twice is not None:
                 return math.isclose(twice.loss, 2 * sample["loss"], rel_tol=1e-2)
         return False
@@ -205,18 +210,18 @@ class SampleSearch:
 
     def _find_guilty(self, failure: Failure) -> None:
         mode = self._mode
-        if has_batch_norm(self._runner.subject.model):
-            still = Mode(divisor=mode.divisor, quiet=("batch_norm",))
+        if has_batch_norm(self._runner.built.model):
+            still = RunMode(divisor=mode.divisor, eval_kinds=("batch_norm",))
             if self._is_failing(failure, self._items, still):
                 mode = still
                 self.report.notes.append("subsets are run with batch normalization in eval mode")
             else:
                 self.report.notes.append("subsets are run with batch normalization over themselves")
-        halving = Halving(lambda items: self._is_failing(failure, items, mode))
-        if halving.fails(self._items):
-            found, self.report.rest_fails = halving.all_smallest(self._items)
+        search = DeltaDebugging(lambda items: self._is_failing(failure, items, mode))
+        if search.fails(self._items):
+            found, self.report.rest_fails = search.all_smallest(self._items)
             self.report.guilty = [[self._described(item) for item in subset] for subset in found]
-        self.report.runs = halving.asked
+        self.report.runs = search.asked
 
     def _described(self, item: tuple[int, int]) -> dict[str, Any]:
         micro = self._micros[item[0]]
@@ -225,7 +230,7 @@ class SampleSearch:
         shared = samples.nonfinite_in(samples.chosen(micro.batch, micro.size, []))
         return self._named(item) | {"nonfinite": {k: n for k, n in bad.items() if k not in shared}}
 
-    def _is_failing(self, failure: Failure, items: Sequence[tuple[int, int]], mode: Mode) -> bool:
+    def _is_failing(self, failure: Failure, items: Sequence[tuple[int, int]], mode: RunMode) -> bool:
         parts = self._parts(items)
         outcome = self._run(parts, mode)
         if outcome is None:

@@ -25,7 +25,7 @@ class ReplayError(RuntimeError):
 
 
 @dataclass
-class Subject:
+class BuiltTraining:
     """What the user's build() gave.
 
     Attributes:
@@ -49,7 +49,7 @@ class Subject:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
 
-def build_subject(build: Callable[[], Any]) -> Subject:
+def call_build(build: Callable[[], Any]) -> BuiltTraining:
     """Call the user's function and look at what it returns.
 
     Raises:
@@ -58,13 +58,13 @@ def build_subject(build: Callable[[], Any]) -> Subject:
     try:
         built = build()
     except Exception as error:
-        raise ReplayError(f"build() raised {told(error)}") from error
+        raise ReplayError(f"build() raised {error_line(error)}") from error
     if isinstance(built, (tuple, list)):
         if len(built) != 3:
             raise ReplayError(
                 f"expected build() to return (model, optimizer, loss_function), but got {len(built)} objects"
             )
-        return _checked(Subject(*built))
+        return _checked(BuiltTraining(*built))
     needed = ("model", "optimizer", "loss_function")
     missing = [name for name in needed if not hasattr(built, name)]
     if missing:
@@ -73,34 +73,34 @@ def build_subject(build: Callable[[], Any]) -> Subject:
             f"attributes, but got {type(built).__name__} without {', '.join(missing)}"
         )
     optional = (getattr(built, name, None) for name in ("scheduler", "scaler"))
-    return _checked(Subject(*(getattr(built, name) for name in needed), *optional))
+    return _checked(BuiltTraining(*(getattr(built, name) for name in needed), *optional))
 
 
-def _checked(subject: Subject) -> Subject:
+def _checked(built: BuiltTraining) -> BuiltTraining:
     wanted = {"model": nn.Module, "optimizer": Optimizer}
     for name, kind in wanted.items():
-        value = getattr(subject, name)
+        value = getattr(built, name)
         if not isinstance(value, kind):
             raise ReplayError(
                 f"expected build() to return a {kind.__name__} as {name}, but got {type(value).__name__}"
             )
-    if not callable(subject.loss_function):
-        kind_of = type(subject.loss_function).__name__
+    if not callable(built.loss_function):
+        kind_of = type(built.loss_function).__name__
         raise ReplayError(f"expected build() to return a callable loss_function, but got {kind_of}")
-    if subject.scaler is not None and not isinstance(subject.scaler, GradScaler):
+    if built.scaler is not None and not isinstance(built.scaler, GradScaler):
         raise ReplayError(
             f"expected build() to return a torch.amp.GradScaler as scaler, "
-            f"but got {type(subject.scaler).__name__}"
+            f"but got {type(built.scaler).__name__}"
         )
-    if subject.scheduler is not None and not hasattr(subject.scheduler, "load_state_dict"):
+    if built.scheduler is not None and not hasattr(built.scheduler, "load_state_dict"):
         raise ReplayError(
             f"expected the scheduler of build() to have load_state_dict(), "
-            f"but got {type(subject.scheduler).__name__}"
+            f"but got {type(built.scheduler).__name__}"
         )
-    return subject
+    return built
 
 
-def told(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """An exception in one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
@@ -109,25 +109,25 @@ def told(error: BaseException) -> str:
 # The state.
 
 
-def restore(subject: Subject, state: Mapping[str, Any]) -> None:
+def restore(built: BuiltTraining, state: Mapping[str, Any]) -> None:
     """Bring everything into a recorded state; gradients are dropped. `state` keeps no reference to it.
 
     Raises:
         ReplayError: the state is that of another model, optimizer, scheduler or scaler.
     """
-    restore_model(subject.model, state["model"])
-    for parameter in all_parameters(subject):
+    restore_model(built.model, state["model"])
+    for parameter in all_parameters(built):
         parameter.grad = None
-    _require_same_groups(subject.optimizer, state["optimizer"])
-    _load("optimizer", subject.optimizer, state["optimizer"])
-    if subject.scheduler is not None and state.get("scheduler") is not None:
-        _load("scheduler", subject.scheduler, state["scheduler"])
+    _require_same_groups(built.optimizer, state["optimizer"])
+    _load("optimizer", built.optimizer, state["optimizer"])
+    if built.scheduler is not None and state.get("scheduler") is not None:
+        _load("scheduler", built.scheduler, state["scheduler"])
     if state.get("scaler"):
-        if subject.scaler is None:
-            subject.scaler = GradScaler(subject.device.type)
-        _load("scaler", subject.scaler, state["scaler"])
+        if built.scaler is None:
+            built.scaler = GradScaler(built.device.type)
+        _load("scaler", built.scaler, state["scaler"])
         # What it knows of a step that an earlier run began. It has no public access; see loss_scale.py.
-        subject.scaler._per_optimizer_states = defaultdict(_fresh_record)
+        built.scaler._per_optimizer_states = defaultdict(_fresh_record)
 
 
 def _fresh_record() -> dict[str, Any]:
@@ -141,14 +141,14 @@ def _load(name: str, target: Any, state: Any) -> None:
     except Exception as error:
         kind = type(target).__name__
         raise ReplayError(
-            f"the state of the {name} does not fit the {kind} of build(): {told(error)}"
+            f"the state of the {name} does not fit the {kind} of build(): {error_line(error)}"
         ) from None
 
 
-def all_parameters(subject: Subject) -> list[Tensor]:
+def all_parameters(built: BuiltTraining) -> list[Tensor]:
     """Of the model, and those of the optimizer that the model does not have."""
-    found = dict.fromkeys(subject.model.parameters())
-    found |= dict.fromkeys(p for group in subject.optimizer.param_groups for p in group["params"])
+    found = dict.fromkeys(built.model.parameters())
+    found |= dict.fromkeys(p for group in built.optimizer.param_groups for p in group["params"])
     return list(found)
 
 
@@ -232,7 +232,7 @@ def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def in_float32(model: nn.Module) -> Iterator[None]:
+def float32_parameters(model: nn.Module) -> Iterator[None]:
     """The model with its half precision parameters and buffers as float32, for a while."""
     parameters = {p: p.data for p in model.parameters() if p.dtype in HALVES}
     buffers = [

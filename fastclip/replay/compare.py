@@ -14,7 +14,7 @@ from .step_parts import MicroBatch, Outcome
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedNumber:
     """One number of both."""
 
     name: str
@@ -39,7 +39,7 @@ def same(a: float, b: float | None, tolerance: float) -> bool:
     return a == b or math.isclose(a, b, rel_tol=tolerance, abs_tol=0.0)
 
 
-def compared(
+def compare_step(
     record: Record,
     micros: Sequence[MicroBatch],
     outcome: Outcome,
@@ -47,7 +47,7 @@ def compared(
     tolerance: float,
     with_gradients: bool,
     measures_all: bool,
-) -> list[Compared]:
+) -> list[ComparedNumber]:
     """What was recorded and can be compared.
 
     Args:
@@ -57,11 +57,11 @@ def compared(
         measures_all: whether recorded norms of single gradients are those of all elements, not of finite ones
             alone.
     """
-    found: list[Compared] = []
+    found: list[ComparedNumber] = []
 
     def add(name: str, recorded: float | None, replayed: float | None, tolerance: float = tolerance) -> None:
         if recorded is not None:
-            found.append(Compared(name, recorded, replayed, same(recorded, replayed, tolerance)))
+            found.append(ComparedNumber(name, recorded, replayed, same(recorded, replayed, tolerance)))
 
     for micro, loss in zip(micros, losses, strict=True):
         if len(micros) > 1:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..monitor.incidents.encode import TreeError, decode
+from ..monitor.incidents.decode import DecodeError, decode
 from ..monitor.incidents.incident import Incident, IncidentError, read_incident
 from ..monitor.incidents.shards import full_state
 from ..monitor.record import Record
@@ -20,7 +20,7 @@ from .step_parts import MicroBatch
 
 
 @dataclass
-class Case:
+class LoadedIncident:
     """What is replayed.
 
     Attributes:
@@ -59,7 +59,7 @@ class Case:
         return self.by_number[self.step]
 
 
-def load_case(path: str | os.PathLike[str], rank: int | None) -> Case:
+def load_incident(path: str | os.PathLike[str], rank: int | None) -> LoadedIncident:
     """Read an incident.
 
     Args:
@@ -74,32 +74,32 @@ def load_case(path: str | os.PathLike[str], rank: int | None) -> Case:
             raise ReplayError(f"{incident.path} has no rank {rank}, but the ranks {incident.ranks}")
         ranks = incident.ranks if rank is None else [rank]
         return _load(incident, ranks)
-    except (IncidentError, TreeError) as error:
+    except (IncidentError, DecodeError) as error:
         raise ReplayError(str(error)) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ReplayError(f"{path} is not as an incident is: {type(error).__name__}: {error}") from error
 
 
-def _load(incident: Incident, ranks: list[int]) -> Case:
+def _load(incident: Incident, ranks: list[int]) -> LoadedIncident:
     missing = [r for r in range(incident.world_size) if r not in ranks]
-    case = Case(incident, ranks, missing, _state(incident, ranks, "state.pt"), None, {}, {})
+    loaded = LoadedIncident(incident, ranks, missing, _state(incident, ranks, "state.pt"), None, {}, {})
     if incident.has(ranks[0], "snapshot.pt"):
-        case.snapshot = _state(incident, ranks, "snapshot.pt")
+        loaded.snapshot = _state(incident, ranks, "snapshot.pt")
     for rank in ranks:
         manifest = incident.manifests[rank]
-        case.all_records[rank] = Record.from_dict(manifest["record"])
+        loaded.all_records[rank] = Record.from_dict(manifest["record"])
         for entry in incident.load(rank, "batches.pt")["batches"]:
             micro = _micro_batch(entry, rank)
-            case.by_number.setdefault(micro.step, []).append(micro)
-    case.records = {r.step: r for r in map(Record.from_dict, case.manifest.get("records") or [])}
-    case.records[incident.step] = case.all_records[ranks[0]]
-    for step, micros in case.by_number.items():
+            loaded.by_number.setdefault(micro.step, []).append(micro)
+    loaded.records = {r.step: r for r in map(Record.from_dict, loaded.manifest.get("records") or [])}
+    loaded.records[incident.step] = loaded.all_records[ranks[0]]
+    for step, micros in loaded.by_number.items():
         if len({micro.rank for micro in micros}) < len(ranks) and step == incident.step:
             raise ReplayError(f"the batches of step {step} are not there for all of the ranks {ranks}")
-    if incident.step not in case.by_number:
+    if incident.step not in loaded.by_number:
         raise ReplayError(f"{incident.path} has no batch of its own step {incident.step}")
-    case.notes += [f"not saved: {text}" for text in incident.incomplete]
-    return case
+    loaded.notes += [f"not saved: {text}" for text in incident.incomplete]
+    return loaded
 
 
 def _state(incident: Incident, ranks: list[int], name: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class BadModule:
         return f"{where}: {self.nan_count} NaN, {self.inf_count} Inf{why}"
 
 
-class Watch:
+class NonfiniteTrace:
     """What the hooks of a run have seen: of both directions the first."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -112,29 +112,29 @@ class Watch:
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[Watch]:
+def trace_nonfinite(model: nn.Module) -> Iterator[NonfiniteTrace]:
     """Hooks on all modules, for a while. They look at the tensors, and change none.
 
-    The gradients are watched by hooks of tensors: those of modules forbid operations in place behind them.
+    Gradients are traced by tensor hooks: module hooks would forbid in-place operations on the outputs.
     """
-    watch = Watch(model)
+    trace = NonfiniteTrace(model)
     hooks: list[Any] = []
     owners: dict[Tensor, nn.Module] = {}
     for module in model.modules():
         owners |= dict.fromkeys(module.parameters(recurse=False), module)
         if not isinstance(module, torch.jit.ScriptModule):
-            hooks.append(module.register_forward_pre_hook(watch.before, with_kwargs=True, prepend=True))
-            hooks.append(module.register_forward_hook(watch.after, with_kwargs=True))
-    hooks += [p.register_hook(_for(watch, module)) for p, module in owners.items() if p.requires_grad]
+            hooks.append(module.register_forward_pre_hook(trace.before, with_kwargs=True, prepend=True))
+            hooks.append(module.register_forward_hook(trace.after, with_kwargs=True))
+    hooks += [p.register_hook(_for(trace, module)) for p, module in owners.items() if p.requires_grad]
     try:
-        yield watch
+        yield trace
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _for(watch: Watch, module: nn.Module) -> Any:
-    return lambda grad: watch.parameter(module, grad)
+def _for(trace: NonfiniteTrace, module: nn.Module) -> Any:
+    return lambda grad: trace.parameter(module, grad)
 
 
 @torch.no_grad()

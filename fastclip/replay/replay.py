@@ -9,17 +9,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ..monitor.incidents.determinism import as_set
+from ..monitor.incidents.determinism import use_settings
 from .bisect import SampleSearch
-from .build import ReplayError, Subject, build_subject
-from .compare import compared
+from .build import BuiltTraining, ReplayError, call_build
+from .compare import compare_step
 from .failure import Failure, failure_of
-from .load import Case, load_case, versions_differ
-from .nan_trace import nonfinite_names, watched
-from .result import ReplayResult, verdict_of
-from .run_step import Runner
+from .load import LoadedIncident, load_incident, versions_differ
+from .nan_trace import nonfinite_names, trace_nonfinite
+from .result import ReplayResult, explain
+from .run_step import StepRunner
 from .step_parts import Outcome
-from .variants import Steps, earlier_batches, from_snapshot, half_type, in_float32, one_update
+from .variants import (
+    SavedSteps,
+    earlier_batches,
+    float32_variant,
+    half_type,
+    snapshot_variant,
+    update_variant,
+)
 
 __all__ = ["ReplayError", "ReplayResult", "replay"]
 
@@ -77,12 +84,12 @@ def replay(
         raise ValueError(f"expected steps to be 1 or 'all', but got {steps!r}")
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"expected tolerance to be >= 0, but got {tolerance}")
-    case = load_case(incident, rank)
-    if steps == "all" and case.snapshot is None:
-        raise ReplayError(f"{case.incident.path} has no snapshot, so only its own step can be replayed")
-    with as_set(case.setup.get("deterministic") or {}):
-        subject = build_subject(build)
-        return _Replay(case, subject, tolerance, progress or _nothing).result(steps == "all", variants)
+    loaded = load_incident(incident, rank)
+    if steps == "all" and loaded.snapshot is None:
+        raise ReplayError(f"{loaded.incident.path} has no snapshot, so only its own step can be replayed")
+    with use_settings(loaded.setup.get("deterministic") or {}):
+        built = call_build(build)
+        return _Replay(loaded, built, tolerance, progress or _nothing).result(steps == "all", variants)
 
 
 def _nothing(what: str) -> None:
@@ -91,23 +98,27 @@ def _nothing(what: str) -> None:
 
 class _Replay:
     def __init__(
-        self, case: Case, subject: Subject, tolerance: float | None, progress: Callable[[str], None]
+        self,
+        loaded: LoadedIncident,
+        built: BuiltTraining,
+        tolerance: float | None,
+        progress: Callable[[str], None],
     ) -> None:
-        self._case, self._progress = case, progress
+        self._loaded, self._progress = loaded, progress
         self._began = time.perf_counter()
-        manifest = case.manifest
-        self._record = case.records[case.step]
-        self._runner = Runner(subject, case.state, case.setup)
+        manifest = loaded.manifest
+        self._record = loaded.records[loaded.step]
+        self._runner = StepRunner(built, loaded.state, loaded.setup)
         self._failure: Failure | None = failure_of(self._record, manifest.get("event") or {})
-        self._steps = Steps(case.by_number, case.records, case.step, True, len(case.ranks))
+        self._steps = SavedSteps(loaded.by_number, loaded.records, loaded.step, True, len(loaded.ranks))
         self._result = ReplayResult(
-            str(case.incident.path),
-            case.step,
-            case.incident.kind,
+            str(loaded.incident.path),
+            loaded.step,
+            loaded.incident.kind,
             str(manifest.get("message", "")),
-            case.ranks,
-            case.incident.world_size,
-            notes=list(case.notes),
+            loaded.ranks,
+            loaded.incident.world_size,
+            notes=list(loaded.notes),
             loss_scale=self._record.loss_scale,
         )
         self._result.tolerance = self._tolerance() if tolerance is None else tolerance
@@ -115,13 +126,13 @@ class _Replay:
     def _tolerance(self) -> float:
         runner, notes = self._runner, self._result.notes
         found = 0.0
-        if (versions := versions_differ(self._case.manifest)) is not None:
+        if (versions := versions_differ(self._loaded.manifest)) is not None:
             notes.append(versions)
             found = _OTHER_ORDER
-        if len(self._case.ranks) > 1:
+        if len(self._loaded.ranks) > 1:
             found = _OTHER_ORDER
-        if any(device.type != "cpu" for device in runner.subject.devices):
-            half = half_type(runner, self._case.micros) is not None
+        if any(device.type != "cpu" for device in runner.built.devices):
+            half = half_type(runner, self._loaded.micros) is not None
             found = _HALF_ON_A_GPU if half else _ON_A_GPU
         return found
 
@@ -137,29 +148,29 @@ class _Replay:
                 self._look_into_modules()
             if variants:
                 self._look_for_causes(outcome)
-            if self._case.snapshot is not None and (all_steps or variants):
-                self._run_from_snapshot(self._case.snapshot, all_steps)
-            result.verdict = verdict_of(result)
+            if self._loaded.snapshot is not None and (all_steps or variants):
+                self._run_from_snapshot(self._loaded.snapshot, all_steps)
+            result.verdict = explain(result)
         result.notes += list(self._runner.problems)
         result.runs, result.seconds = self._runner.runs, time.perf_counter() - self._began
         return result
 
     def _run_the_step(self) -> Outcome:
-        return self._runner.run(self._steps.parts(self._case.step), self._steps.mode_of(self._case.step))
+        return self._runner.run(self._steps.parts(self._loaded.step), self._steps.mode_of(self._loaded.step))
 
     # Reproduction.
 
     def _reproduce(self) -> Outcome:
         """The outcome, with the losses divided in the way that gives what was recorded, or else by number."""
-        case, result = self._case, self._result
-        whole = not case.missing
+        loaded, result = self._loaded, self._result
+        whole = not loaded.missing
         if not whole:
             result.notes.append(
-                f"the gradients of rank {', '.join(map(str, case.missing))} are not there: the losses are "
+                f"the gradients of rank {', '.join(map(str, loaded.missing))} are not there: the losses are "
                 "compared, and not the gradients, which the processes have averaged"
             )
         first: tuple[Outcome, list[Any]] | None = None
-        several = len(case.micros) > len(case.ranks)
+        several = len(loaded.micros) > len(loaded.ranks)
         for divides in (True, False) if several else (True,):
             self._steps = replace(self._steps, divides=divides)
             self._progress("the step as it was")
@@ -184,16 +195,16 @@ class _Replay:
 
     def _compare(self, outcome: Outcome, whole: bool) -> list[Any]:
         found = []
-        for rank in self._case.ranks:
-            mine = [i for i, micro in enumerate(self._case.micros) if micro.rank == rank]
-            found += compared(
-                self._case.all_records[rank],
-                [self._case.micros[i] for i in mine],
+        for rank in self._loaded.ranks:
+            mine = [i for i, micro in enumerate(self._loaded.micros) if micro.rank == rank]
+            found += compare_step(
+                self._loaded.all_records[rank],
+                [self._loaded.micros[i] for i in mine],
                 outcome,
                 [outcome.losses[i] for i in mine],
                 self._result.tolerance,
-                with_gradients=whole and rank == self._case.ranks[0],
-                measures_all=self._case.setup.get("nonfinite") != "zero",
+                with_gradients=whole and rank == self._loaded.ranks[0],
+                measures_all=self._loaded.setup.get("nonfinite") != "zero",
             )
         return found
 
@@ -227,11 +238,11 @@ class _Replay:
             return None
 
     def _look_into_modules(self) -> None:
-        with watched(self._runner.subject.model) as watch:
+        with trace_nonfinite(self._runner.built.model) as trace:
             self._attempt("first bad module", self._run_the_step)
-        self._result.forward, self._result.backward = watch.forward, watch.backward
-        self._result.bad_state = nonfinite_names(self._case.state["model"])
-        states = self._case.state["optimizer"].get("state", {})
+        self._result.forward, self._result.backward = trace.forward, trace.backward
+        self._result.bad_state = nonfinite_names(self._loaded.state["model"])
+        states = self._loaded.state["optimizer"].get("state", {})
         self._result.bad_state += [
             f"state {key} of parameter {index}"
             for index, its in states.items()
@@ -243,26 +254,26 @@ class _Replay:
         failure = self._failure if result.fails else None
         search = SampleSearch(
             runner,
-            self._case.micros,
-            steps.mode_of(self._case.step),
+            self._loaded.micros,
+            steps.mode_of(self._loaded.step),
             None if result.bad_state else failure,
             lambda: self._progress("samples"),
         )
         result.samples = self._attempt("samples", search.search)
         if failure is not None:
-            result.float32 = self._attempt("in float32", lambda: in_float32(runner, steps, failure))
+            result.float32 = self._attempt("in float32", lambda: float32_variant(runner, steps, failure))
             if result.float32 is not None and "problem" in result.float32:
                 result.notes.append(result.float32["problem"])
         result.earlier = self._attempt("earlier batches", lambda: earlier_batches(runner, steps)) or []
         rates = self._record.lr
         if outcome.is_finite and rates:
             result.learning_rate = self._attempt(
-                "its update", lambda: one_update(runner, steps, rates, outcome)
+                "its update", lambda: update_variant(runner, steps, rates, outcome)
             )
 
     def _run_from_snapshot(self, snapshot: dict[str, Any], all_steps: bool) -> None:
-        case, result = self._case, self._result
-        absent = [s for s in range(int(snapshot["step"]), case.step) if s not in case.by_number]
+        loaded, result = self._loaded, self._result
+        absent = [s for s in range(int(snapshot["step"]), loaded.step) if s not in loaded.by_number]
         if absent:
             result.notes.append(f"not run from the snapshot: the batches of steps {absent} are not there")
             if all_steps:
@@ -270,9 +281,9 @@ class _Replay:
                 result.differences.append(result.notes[-1])
             return
         failure, what = self._failure if result.fails else None, "steps from the snapshot"
-        arguments = self._runner, self._steps, snapshot, case.state["model"], failure
+        arguments = self._runner, self._steps, snapshot, loaded.state["model"], failure
         result.history = self._attempt(
-            what, lambda: from_snapshot(*arguments, tick=lambda: self._progress(what))
+            what, lambda: snapshot_variant(*arguments, tick=lambda: self._progress(what))
         )
         if result.history is None:
             if all_steps:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..monitor.sinks.json_numbers import spell_nonfinite
 from .bisect import SampleReport
-from .compare import Compared
+from .compare import ComparedNumber
 from .nan_trace import BadModule
 
 _SHOWN = 5
@@ -41,7 +41,7 @@ class ReplayResult:
     world_size: int
     reproduced: bool = False
     tolerance: float = 0.0
-    compared: list[Compared] = field(default_factory=list)
+    compared: list[ComparedNumber] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     failure: str | None = None
     fails: bool = False
@@ -126,7 +126,7 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.6g}"
 
 
-def verdict_of(result: ReplayResult) -> list[str]:
+def explain(result: ReplayResult) -> list[str]:
     """The causes in the order in which they are to be believed: parameters that were bad before, data, number
     format, learning rate; with none of them where it first appears."""
     if not result.reproduced:

@@ -20,24 +20,24 @@ from ..scaler_state import inverse
 from . import samples
 from .build import (
     HALVES,
+    BuiltTraining,
     ReplayError,
-    Subject,
     all_parameters,
-    in_float32,
+    error_line,
+    float32_parameters,
     restore,
     restore_buffers,
     restore_model,
-    told,
 )
-from .step_parts import MicroBatch, Mode, Outcome, Part, quiet
+from .step_parts import BatchPart, MicroBatch, Outcome, RunMode, eval_mode
 
 
-class Runner:
-    """Runs steps of an incident on a subject, each from the same state."""
+class StepRunner:
+    """Runs steps of an incident on a built, each from the same state."""
 
-    def __init__(self, subject: Subject, state: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
-        self.subject, self._state, self.setup = subject, state, setup
-        self.names = parameter_names(subject.model, subject.optimizer)
+    def __init__(self, built: BuiltTraining, state: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
+        self.built, self._state, self.setup = built, state, setup
+        self.names = parameter_names(built.model, built.optimizer)
         self.runs = 0
         self._updated = True
         self.autocast_in_loss_function = False
@@ -46,22 +46,22 @@ class Runner:
     def reset(self, state: Mapping[str, Any] | None = None) -> None:
         """To the state before the step, or to another. Only an update changes what is not in the model."""
         if state is not None or self._updated:
-            restore(self.subject, self._state if state is None else state)
+            restore(self.built, self._state if state is None else state)
             self._updated = state is not None
             return
-        restore_model(self.subject.model, self._state["model"])
+        restore_model(self.built.model, self._state["model"])
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        for parameter in all_parameters(self.subject):
+        for parameter in all_parameters(self.built):
             parameter.grad = None
 
     @property
     def is_scaled(self) -> bool:
-        scaler = self.subject.scaler
+        scaler = self.built.scaler
         return bool(self.setup.get("scaled")) and scaler is not None and scaler.is_enabled()
 
-    def run(self, parts: Iterable[Part], mode: Mode) -> Outcome:
+    def run(self, parts: Iterable[BatchPart], mode: RunMode) -> Outcome:
         """From the state before the step, which the run leaves but for gradients and buffers.
 
         Raises:
@@ -69,20 +69,20 @@ class Runner:
         """
         self.reset()
         with ExitStack() as stack:
-            stack.enter_context(quiet(self.subject.model, mode.quiet))
+            stack.enter_context(eval_mode(self.built.model, mode.eval_kinds))
             if mode.float32:
-                stack.enter_context(in_float32(self.subject.model))
+                stack.enter_context(float32_parameters(self.built.model))
             return self.measured(parts, mode)
 
-    def measured(self, parts: Iterable[Part], mode: Mode) -> Outcome:
-        """The same from where the subject is."""
+    def measured(self, parts: Iterable[BatchPart], mode: RunMode) -> Outcome:
+        """The same from where the built is."""
         outcome = self.forward_backward(parts, mode)
         if mode.backward:
             self._measure(outcome, scaled=self.is_scaled and not mode.float32)
         self.drop_gradients()
         return outcome
 
-    def forward_backward(self, parts: Iterable[Part], mode: Mode) -> Outcome:
+    def forward_backward(self, parts: Iterable[BatchPart], mode: RunMode) -> Outcome:
         """The losses. Leaves the gradients, scaled where the training scales."""
         self.runs += 1
         losses: list[Tensor] = []
@@ -93,18 +93,18 @@ class Runner:
                 self._backward(loss, part.weight / mode.divisor, scaled=self.is_scaled and not mode.float32)
         return _outcome(losses)
 
-    def _forward(self, part: Part, mode: Mode) -> Tensor:
-        micro, subject = part.micro, self.subject
+    def _forward(self, part: BatchPart, mode: RunMode) -> Tensor:
+        micro, built = part.micro, self.built
         batch = micro.batch
         if part.indices is not None:
             batch = samples.chosen(batch, micro.size, part.indices)
-        batch = samples.copied(batch, subject.device)
+        batch = samples.copied(batch, built.device)
         if mode.float32:
             batch = samples.as_float32(batch, HALVES)
-        restore_buffers(subject.model, micro.buffers)
+        restore_buffers(built.model, micro.buffers)
         # A model that is in this mode keeps the parts that build() has set to another.
-        if not mode.quiet and subject.model.training != micro.training:
-            subject.model.train(micro.training)
+        if not mode.eval_kinds and built.model.training != micro.training:
+            built.model.train(micro.training)
         with ExitStack() as stack:
             self._set_generators(micro, stack)
             stack.enter_context(torch.set_grad_enabled(mode.backward))
@@ -113,7 +113,7 @@ class Runner:
                 dtype = getattr(torch, str(known["dtype"]).removeprefix("torch."))
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             if mode.float32:
-                stack.callback(subject.model.register_forward_pre_hook(self._notice_autocast).remove)
+                stack.callback(built.model.register_forward_pre_hook(self._notice_autocast).remove)
             return self._loss(batch, mode.backward)
 
     def _set_generators(self, micro: MicroBatch, stack: ExitStack) -> None:
@@ -129,17 +129,17 @@ class Runner:
             hooks[0].remove()
             set_rng_state(micro.rng)
 
-        hooks.append(self.subject.model.register_forward_pre_hook(at_first_forward))
+        hooks.append(self.built.model.register_forward_pre_hook(at_first_forward))
         stack.callback(hooks[0].remove)
 
     def _notice_autocast(self, module: nn.Module, inputs: Any) -> None:
-        self.autocast_in_loss_function |= torch.is_autocast_enabled(self.subject.device.type)
+        self.autocast_in_loss_function |= torch.is_autocast_enabled(self.built.device.type)
 
     def _loss(self, batch: Any, with_gradient: bool) -> Tensor:
         try:
-            result = self.subject.loss_function(self.subject.model, batch)
+            result = self.built.loss_function(self.built.model, batch)
         except Exception as error:
-            raise ReplayError(f"loss_function(model, batch) raised {told(error)}") from error
+            raise ReplayError(f"loss_function(model, batch) raised {error_line(error)}") from error
         loss = result
         if isinstance(result, Mapping):
             loss = result["loss"] if "loss" in result else next(iter(result.values()), None)
@@ -160,12 +160,12 @@ class Runner:
             inverse_weight = 1 / weight
             loss = loss / inverse_weight if inverse_weight == int(inverse_weight) else loss * weight
         if scaled:
-            assert self.subject.scaler is not None
-            loss = self.subject.scaler.scale(loss)
+            assert self.built.scaler is not None
+            loss = self.built.scaler.scale(loss)
         try:
             loss.backward()
         except Exception as error:
-            raise ReplayError(f"the backward pass raised {told(error)}") from error
+            raise ReplayError(f"the backward pass raised {error_line(error)}") from error
 
     # The gradients.
 
@@ -174,7 +174,7 @@ class Runner:
         """Norm and counts as the training took them: of unscaled gradients, before clipping."""
         named = [
             (self.names.get(p, "a parameter"), p)
-            for group in self.subject.optimizer.param_groups
+            for group in self.built.optimizer.param_groups
             for p in group["params"]
             if p.grad is not None
         ]
@@ -182,7 +182,7 @@ class Runner:
             return
         scale = None
         if scaled:
-            scaler = self.subject.scaler
+            scaler = self.built.scaler
             assert scaler is not None
             scale = scaler._scale
         self._count(outcome, named, None if scale is None else inverse(scale))
@@ -216,18 +216,18 @@ class Runner:
 
     def update(self, max_norm: float | None, rates: Sequence[float] | None, factor: float = 1.0) -> None:
         """Make the optimizer's step with the gradients that are there, clipped as the training clips."""
-        subject = self.subject
+        built = self.built
         self._updated = True
-        groups = subject.optimizer.param_groups
+        groups = built.optimizer.param_groups
         before = [group["lr"] for group in groups]
         known = rates if rates and len(rates) == len(groups) else before
         for group, rate in zip(groups, known, strict=True):
             _set_rate(group, float(rate) * factor)
-        scaler = subject.scaler if self.is_scaled else None
+        scaler = built.scaler if self.is_scaled else None
         handle = None
-        if handle_of(subject.optimizer) is None and max_norm is not None:
+        if handle_of(built.optimizer) is None and max_norm is not None:
             handle = attach(
-                subject.optimizer,
+                built.optimizer,
                 max_norm,
                 norm_type=float(self.setup.get("norm_type", 2.0)),
                 nonfinite=self.setup.get("nonfinite") or "skip",
@@ -235,12 +235,12 @@ class Runner:
             )
         try:
             if scaler is None:
-                subject.optimizer.step()
+                built.optimizer.step()
             else:
-                scaler.step(subject.optimizer)
+                scaler.step(built.optimizer)
                 scaler.update()
         except Exception as error:
-            raise ReplayError(f"the step of the optimizer raised {told(error)}") from error
+            raise ReplayError(f"the step of the optimizer raised {error_line(error)}") from error
         finally:
             if handle is not None:
                 handle.detach()

@@ -58,7 +58,7 @@ def as_float32(batch: Any, halves: Sequence[torch.dtype]) -> Any:
     return mapped(batch, lambda v: v.float() if isinstance(v, Tensor) and v.dtype in halves else v)
 
 
-def size_of(batch: Any, sample_ids: Sequence[Any]) -> int:
+def sample_count(batch: Any, sample_ids: Sequence[Any]) -> int:
     """How many samples: as many as there are ids, if a tensor is so long; else the length most tensors have.
 
     0 for a batch without tensors of at least one dimension.

@@ -35,7 +35,7 @@ class MicroBatch:
     size: int = 0
 
     def __post_init__(self) -> None:
-        self.size = samples.size_of(self.batch, self.sample_ids)
+        self.size = samples.sample_count(self.batch, self.sample_ids)
 
     def name_of(self, index: int) -> Any:
         """The id of a sample; its index where there are no ids, or not one for each."""
@@ -43,7 +43,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """Some samples of a micro-batch, or all; `weight` multiplies its loss."""
 
     micro: MicroBatch
@@ -52,19 +52,19 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Mode:
+class RunMode:
     """How a step is run other than it was.
 
     Attributes:
         divisor: of each loss; as many as the micro-batches where their mean is meant.
         float32: without autocast and in float32, and without a loss scale.
-        quiet: modules for batch normalization ("batch_norm") or also for dropout ("dropout") in eval mode.
+        eval_kinds: which modules are in eval mode: "batch_norm", "dropout".
         backward: whether gradients are wanted.
     """
 
     divisor: float = 1.0
     float32: bool = False
-    quiet: tuple[str, ...] = ()
+    eval_kinds: tuple[str, ...] = ()
     backward: bool = True
 
 
@@ -95,7 +95,7 @@ class Outcome:
 
 
 @contextmanager
-def quiet(model: nn.Module, kinds: Sequence[str]) -> Iterator[None]:
+def eval_mode(model: nn.Module, kinds: Sequence[str]) -> Iterator[None]:
     """Modules of these kinds in eval mode, for a while."""
     types: tuple[type[nn.Module], ...] = ()
     types += (_BatchNorm,) if "batch_norm" in kinds else ()

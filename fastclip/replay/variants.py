@@ -15,14 +15,14 @@ from ..monitor.measure.batches import tensors_in
 from ..monitor.record import Record
 from .build import HALVES, renamed
 from .failure import Failure
-from .run_step import Runner
-from .step_parts import MicroBatch, Mode, Outcome, Part
+from .run_step import StepRunner
+from .step_parts import BatchPart, MicroBatch, Outcome, RunMode
 
 TENTH = 0.1
 
 
 @dataclass(frozen=True)
-class Steps:
+class SavedSteps:
     """The micro-batches of all saved steps, with what was recorded of the steps.
 
     Attributes:
@@ -37,14 +37,14 @@ class Steps:
     divides: bool
     ranks: int
 
-    def parts(self, step: int) -> list[Part]:
-        return [Part(micro) for micro in self.by_number[step]]
+    def parts(self, step: int) -> list[BatchPart]:
+        return [BatchPart(micro) for micro in self.by_number[step]]
 
-    def mode_of(self, step: int) -> Mode:
+    def mode_of(self, step: int) -> RunMode:
         """Losses divided by the number of processes, as their gradients are averaged, and by the number of
         micro-batches of each where the training does so."""
         each = len(self.by_number[step]) / self.ranks
-        return Mode(divisor=self.ranks * (each if self.divides else 1))
+        return RunMode(divisor=self.ranks * (each if self.divides else 1))
 
     def max_norm(self, step: int, given: float | None) -> float | None:
         known = self.records.get(step)
@@ -63,19 +63,19 @@ def _numbers(outcome: Outcome) -> dict[str, Any]:
 # float32.
 
 
-def half_type(runner: Runner, micros: Sequence[MicroBatch]) -> str | None:
+def half_type(runner: StepRunner, micros: Sequence[MicroBatch]) -> str | None:
     """The half precision type of the step, if it has one: of autocast, of the parameters, of the batch."""
-    kinds = {device.type for device in runner.subject.devices}
+    kinds = {device.type for device in runner.built.devices}
     for micro in micros:
         for device, its in micro.autocast.items():
             if device in kinds and its["enabled"]:
                 return str(its["dtype"]).removeprefix("torch.")
-    tensors: list[Tensor] = list(runner.subject.model.parameters())
+    tensors: list[Tensor] = list(runner.built.model.parameters())
     tensors += [tensor for micro in micros for _, tensor in tensors_in(micro.batch)]
     return next((str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype in HALVES), None)
 
 
-def in_float32(runner: Runner, steps: Steps, failure: Failure) -> dict[str, Any] | None:
+def float32_variant(runner: StepRunner, steps: SavedSteps, failure: Failure) -> dict[str, Any] | None:
     """Whether the failure is there in float32 too; None where there is no half precision."""
     half = half_type(runner, steps.by_number[steps.incident])
     if half is None:
@@ -90,7 +90,9 @@ def in_float32(runner: Runner, steps: Steps, failure: Failure) -> dict[str, Any]
 # The learning rate.
 
 
-def one_update(runner: Runner, steps: Steps, rates: Sequence[float], before: Outcome) -> dict[str, Any]:
+def update_variant(
+    runner: StepRunner, steps: SavedSteps, rates: Sequence[float], before: Outcome
+) -> dict[str, Any]:
     """The loss of the step's own batch before its update and after it, at the recorded rate and a tenth."""
     step = steps.incident
     parts, mode = steps.parts(step), steps.mode_of(step)
@@ -103,7 +105,7 @@ def one_update(runner: Runner, steps: Steps, rates: Sequence[float], before: Out
     return found
 
 
-def earlier_batches(runner: Runner, steps: Steps) -> list[dict[str, Any]]:
+def earlier_batches(runner: StepRunner, steps: SavedSteps) -> list[dict[str, Any]]:
     """The losses of earlier batches, as recorded and with the parameters before the incident's step."""
     found = []
     for step in sorted(s for s in steps.by_number if s < steps.incident):
@@ -116,7 +118,7 @@ def earlier_batches(runner: Runner, steps: Steps) -> list[dict[str, Any]]:
 
 
 @dataclass
-class History:
+class SnapshotRun:
     """The steps from a snapshot to the incident, run again.
 
     Attributes:
@@ -130,14 +132,14 @@ class History:
     differing: int
 
 
-def run_history(
-    runner: Runner,
-    steps: Steps,
+def run_from_snapshot(
+    runner: StepRunner,
+    steps: SavedSteps,
     snapshot: Mapping[str, Any],
     model_state: Mapping[str, Any],
     factor: Callable[[int], float],
     tick: Callable[[], None],
-) -> History:
+) -> SnapshotRun:
     """`factor`: of the learning rate in a step."""
     runner.reset(snapshot)
     losses = {}
@@ -151,7 +153,7 @@ def run_history(
             rates = known.lr if known is not None and known.lr else None
             runner.update(steps.max_norm(step, runner.setup.get("max_norm")), rates, factor(step))
         _step_scheduler(runner)
-    own = runner.subject.model.state_dict()
+    own = runner.built.model.state_dict()
     # Buffers that a forward changes are compared as they are before that of the incident.
     differing = sum(
         not torch.equal(own[name].cpu().nan_to_num(), value.cpu().nan_to_num())
@@ -162,7 +164,7 @@ def run_history(
     mode = steps.mode_of(steps.incident)
     outcome = runner.measured(steps.parts(steps.incident), mode)
     losses[steps.incident] = outcome.loss
-    return History(losses, outcome, differing)
+    return SnapshotRun(losses, outcome, differing)
 
 
 @dataclass(frozen=True)
@@ -176,16 +178,16 @@ class _Tenth:
         return TENTH if self.first <= step <= self.last else 1.0
 
 
-def _step_scheduler(runner: Runner) -> None:
+def _step_scheduler(runner: StepRunner) -> None:
     """Learning rates are those of the records; a scheduler changes momentum as well."""
-    scheduler = runner.subject.scheduler
+    scheduler = runner.built.scheduler
     if scheduler is not None and not hasattr(scheduler, "threshold_mode"):  # that one wants a metric
         scheduler.step()
 
 
-def from_snapshot(
-    runner: Runner,
-    steps: Steps,
+def snapshot_variant(
+    runner: StepRunner,
+    steps: SavedSteps,
     snapshot: Mapping[str, Any],
     model_state: Mapping[str, Any],
     failure: Failure | None,
@@ -194,7 +196,7 @@ def from_snapshot(
     """From the snapshot on at the recorded learning rate; at a tenth of it in the last step before the
     incident, or in all of them if that does not help."""
     first, last = int(snapshot["step"]), steps.incident - 1
-    recorded = run_history(runner, steps, snapshot, model_state, lambda step: 1.0, tick)
+    recorded = run_from_snapshot(runner, steps, snapshot, model_state, lambda step: 1.0, tick)
     found: dict[str, Any] = {
         "from_step": first,
         "losses": recorded.losses,
@@ -211,7 +213,7 @@ def from_snapshot(
         if not found["fails"] or (low == last and name == "a_tenth_in_all_steps"):
             break
         rates = _Tenth(low, high)
-        tried = run_history(runner, steps, snapshot, model_state, rates, tick)
+        tried = run_from_snapshot(runner, steps, snapshot, model_state, rates, tick)
         found[name] = {**_numbers(tried.outcome), "vanishes": not failure.holds(tried.outcome)}
         if found[name]["vanishes"]:
             break

@@ -15,7 +15,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import fastclip
 from fastclip.monitor import Incidents, IncidentSaved, Monitor
-from fastclip.monitor.incidents.store import StoreError, list_incidents, read_incident
+from fastclip.monitor.incidents.files import StoreError
+from fastclip.monitor.incidents.incident import list_incidents, read_incident
 
 SAMPLES = 16
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from fastclip.monitor.incidents.encode import TreeError, Unrestored, decode, encode
+from fastclip.monitor.incidents.decode import DecodeError, Unrestored, decode
+from fastclip.monitor.incidents.encode import encode
 
 NAN = float("nan")
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -271,11 +272,11 @@ def test_strange_values_are_problems_and_never_raise():
     ids=str,
 )
 def test_what_is_no_tree_is_refused(tree):
-    with pytest.raises(TreeError, match="expected"):
+    with pytest.raises(DecodeError, match="expected"):
         decode(tree)
     endless = []
     endless.append(("list", endless))
-    with pytest.raises(TreeError, match="deep"):
+    with pytest.raises(DecodeError, match="deep"):
         decode(endless[0])
 
 
@@ -283,7 +284,8 @@ def test_without_numpy_its_generator_is_left_alone():
     code = (
         "import sys; sys.modules['numpy'] = None\n"
         "from fastclip.monitor.incidents.rng import rng_state\n"
-        "from fastclip.monitor.incidents.encode import decode, encode\n"
+        "from fastclip.monitor.incidents.decode import decode\n"
+        "from fastclip.monitor.incidents.encode import encode\n"
         "import torch\n"
         "assert sorted(rng_state()) == ['python', 'torch']\n"
         "assert decode(encode({'a': b'xy'})[0]) == {'a': b'xy'}\n"

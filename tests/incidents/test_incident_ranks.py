@@ -8,11 +8,11 @@ import torch
 
 import fastclip
 from fastclip.cli import main
-from fastclip.monitor.incidents.encode import decode
+from fastclip.monitor.incidents.decode import decode
+from fastclip.monitor.incidents.incident import list_incidents, read_incident
 from fastclip.monitor.incidents.shards import full_state
-from fastclip.monitor.incidents.store import list_incidents, read_incident
 from fastclip.replay import ReplayError
-from fastclip.replay.load import load_case
+from fastclip.replay.load import load_incident
 from helpers import rank_jobs_incidents as jobs
 from helpers.ranks import Ranks
 
@@ -100,7 +100,7 @@ def test_every_rank_saves_the_state_before_the_step(two, tmp_path, layout, late)
         states = [state | {"scheduler": decode(state["scheduler"])} for state in states]
     else:
         assert_described(incident)
-        states = [load_case(path, None).state]
+        states = [load_incident(path, None).state]
     for state in states:
         assert_as_before(state, tmp_path, 10)
 
@@ -164,7 +164,7 @@ def test_a_loss_spike_of_one_rank(two, tmp_path, layout):
     for manifest in incident.manifests.values():
         assert manifest["record"]["ranks"]["loss"] == losses
         assert manifest["event"]["values"]["loss"] > 10 * manifest["event"]["values"]["median"]
-    assert_as_before(load_case(path, None).state, tmp_path, 70)
+    assert_as_before(load_incident(path, None).state, tmp_path, 70)
     result = fastclip.replay(path, jobs.build)
     assert result.reproduced and result.fails, (result.differences, result.failure)
     (norm,) = (c for c in result.compared if c.name == "total_norm")

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastclip.monitor.incidents.encode import decode, encode
+from fastclip.monitor.incidents.decode import decode
+from fastclip.monitor.incidents.encode import encode
 from fastclip.monitor.incidents.rng import rng_state, set_rng_state
 from fastclip.monitor.incidents.shards import full_state, local_state
 

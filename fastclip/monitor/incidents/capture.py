@@ -23,11 +23,12 @@ from ..skip_latch import REASONS
 from .captured_step import CapturedBatch, CapturedStep
 from .determinism import deterministic_settings
 from .encode import encode
+from .files import StoreError
 from .forwards import ForwardStart, ForwardWatcher
 from .options import Incidents
 from .rng import rng_state
 from .shards import local_state
-from .store import IncidentStore, StoreError
+from .store import IncidentStore
 
 _COOLDOWN = 100  # steps between two incidents of one kind: after the first NaN every step has one
 _RECORDS = 200  # saved with an incident

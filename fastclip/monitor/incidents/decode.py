@@ -16,7 +16,7 @@ _MAX_DEPTH = 200  # more than encode makes; the stack of Python bears it
 _SCALARS = (type(None), bool, int, float, complex, str)
 
 
-class TreeError(ValueError):
+class DecodeError(ValueError):
     """What is to be decoded is no tree that encode made; the message says what was found."""
 
 
@@ -39,7 +39,8 @@ class StoredShard:
 
     Attributes:
         local: its values.
-        description: where they lie in the whole, see :func:`fastclip.monitor.incidents.shards.describe`.
+        description: where they lie in the whole tensor, see
+            :func:`fastclip.monitor.incidents.shards.describe_shard`.
     """
 
     local: Tensor
@@ -50,7 +51,7 @@ def decode(tree: Any) -> Any:
     """The value of a tree. Arrays come back as tensors where NumPy is not installed.
 
     Raises:
-        TreeError: it is no tree of encode.
+        DecodeError: it is no tree of encode.
     """
     return _Decoder().decode(tree, 0)
 
@@ -63,21 +64,21 @@ class _Decoder:
         if type(node) in _SCALARS or isinstance(node, Tensor):
             return node
         if type(node) is not tuple or not node or type(node[0]) is not str or node[0] not in _MAKERS:
-            raise TreeError(f"expected a node of a tree, but got {repr(node)[:80]}")
+            raise DecodeError(f"expected a node of a tree, but got {repr(node)[:80]}")
         if depth > _MAX_DEPTH:
-            raise TreeError(f"expected a tree that is at most {_MAX_DEPTH} deep, but got a deeper one")
+            raise DecodeError(f"expected a tree that is at most {_MAX_DEPTH} deep, but got a deeper one")
         if id(node) not in self._known:
             try:
                 self._known[id(node)] = _MAKERS[node[0]](self, depth + 1, *node[1:])
-            except TreeError:
+            except DecodeError:
                 raise
             except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-                raise TreeError(f"expected a node of a tree, but got {node[0]!r} with {error}") from error
+                raise DecodeError(f"expected a node of a tree, but got {node[0]!r} with {error}") from error
         return self._known[id(node)]
 
     def all(self, nodes: Any, depth: int) -> list[Any]:
         if type(nodes) is not list:
-            raise TreeError(f"expected a list of nodes, but got {type(nodes).__name__}")
+            raise DecodeError(f"expected a list of nodes, but got {type(nodes).__name__}")
         return [self.decode(node, depth) for node in nodes]
 
     def pairs(self, depth: int, keys: Any, values: Any) -> list[tuple[Any, Any]]:
@@ -100,7 +101,7 @@ def _array(decoder: _Decoder, depth: int, tensor: Tensor, dtype: str, is_scalar:
         return tensor
     wanted = numpy.dtype(dtype)
     if wanted.kind not in "biufc":
-        raise TreeError(f"expected the dtype of a number, but got {dtype!r}")
+        raise DecodeError(f"expected the dtype of a number, but got {dtype!r}")
     array = tensor.numpy()
     # A copy only where the bytes have another order; astype would make a new one of the same dtype too.
     array = array if array.dtype == wanted else array.astype(wanted)
@@ -110,7 +111,7 @@ def _array(decoder: _Decoder, depth: int, tensor: Tensor, dtype: str, is_scalar:
 def _dtype(decoder: _Decoder, depth: int, name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TreeError(f"expected the name of a dtype, but got {name!r}")
+        raise DecodeError(f"expected the name of a dtype, but got {name!r}")
     return dtype
 
 

@@ -13,7 +13,7 @@ from .rng import rng_state, set_rng_state
 
 
 def deterministic_settings() -> dict[str, Any]:
-    """As JSON: what :func:`as_set` puts back."""
+    """As JSON: what :func:`use_settings` puts back."""
     return {
         "algorithms": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -40,7 +40,7 @@ def _set(settings: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def as_set(settings: Mapping[str, Any]) -> Iterator[None]:
+def use_settings(settings: Mapping[str, Any]) -> Iterator[None]:
     """With these settings, and with gradients; afterwards the caller's own, and the random numbers go on for
     the caller where they were."""
     before, numbers = deterministic_settings(), rng_state()

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decode import TreeError, Unrestored, decode
-from .shards import describe, dtensor_type
+from .shards import describe_shard, dtensor_type
 
 _MAX_DEPTH = 100  # of nested containers: pickle calls itself twice for each
 _MAX_NODES = 500_000  # a value that makes its parts anew at each look has no end
@@ -38,19 +37,18 @@ _HASHABLE = frozenset(
 
 
 def encode(value: Any) -> tuple[Any, list[str]]:
-    """The value as a tree, and a sentence on everything that will come back as something else.
+    """Return the value as a tree, and a sentence on everything that will decode to something else.
 
-    A tensor in the tree shares the memory of that of the value if it fills its storage; a part of a storage
-    is copied, so that a slice does not bring along all that it was cut from. Strides of dense tensors are
-    kept: kernels are chosen by them. requires_grad is dropped. A DTensor becomes its local part with a
-    description.
+    A tensor in the tree shares memory with that of the value if it fills its storage; a view of a larger
+    storage is copied, so that a slice does not bring the whole along. Strides of dense tensors are preserved,
+    since kernels are chosen by them. requires_grad is dropped.
 
-    Mappings come back as dicts, dataclasses and other objects with attributes as
-    :class:`types.SimpleNamespace`, subclasses as their base, functions and what else is unknown as
-    :class:`Unrestored`: each of these is a problem. A namedtuple comes back as one of the same name and
-    fields, a DTensor as :class:`fastclip.monitor.incidents.decode.StoredShard`.
+    Some types decode to others, which is a problem each: mappings to dict, dataclasses and other objects to
+    :class:`types.SimpleNamespace`, subclasses to their base, functions and unknown types to
+    :class:`~fastclip.monitor.incidents.decode.Unrestored`. A namedtuple decodes to one of the same name and
+    fields, and a DTensor, as its local part, to :class:`~fastclip.monitor.incidents.decode.StoredShard`.
 
-    Never raises for what a value is or does; KeyboardInterrupt and the like pass through.
+    Never raises an Exception, whatever the value does.
     """
     encoder = _Encoder()
     return encoder.encode(value, "value", hashable=False), encoder.told()
@@ -208,7 +206,7 @@ class _Encoder:
 
     def _tensor(self, value: Any, kind: type, path: str) -> Any:
         if (dtensor := dtensor_type()) is not None and issubclass(kind, dtensor):
-            local, description = describe(value)
+            local, description = describe_shard(value)
             plain = self._tensor(local, type(local), path)
             return ("dtensor", plain, self.encode(description, path, hashable=False))
         if value.is_meta or value.is_nested or not _is_storable(value.dtype, value.is_quantized):
@@ -269,6 +267,3 @@ def _is_storable(dtype: torch.dtype, is_quantized: bool) -> bool:
         return True
     except Exception:
         return False
-
-
-__all__ = ["TreeError", "Unrestored", "decode", "encode", "plain_tensor", "type_name"]

@@ -89,7 +89,7 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def size_of(directory: Path) -> int:
+def directory_bytes(directory: Path) -> int:
     """What the files below it take, in bytes, as far as they are there still."""
     total = 0
     for file in directory.rglob("*"):

@@ -273,5 +273,7 @@ def list_incidents(directory: str | os.PathLike[str], verify: bool = True) -> li
             incident = read_incident(path, verify)
         except IncidentError as error:
             damage = str(error)
-        found.append(IncidentSummary(path, int(match[1]), match[2], incident, damage, _files.size_of(path)))
+        found.append(
+            IncidentSummary(path, int(match[1]), match[2], incident, damage, _files.directory_bytes(path))
+        )
     return found

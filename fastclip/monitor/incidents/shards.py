@@ -21,7 +21,7 @@ def dtensor_type() -> Any:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-def describe(dtensor: Any) -> tuple[Tensor, dict[str, Any]]:
+def describe_shard(dtensor: Any) -> tuple[Tensor, dict[str, Any]]:
     """The local part of a DTensor, without a copy, and where it lies in the whole.
 
     The description is JSON: global_shape; offsets, the place of its first element, empty on a process outside
@@ -91,7 +91,7 @@ def _localized(value: Any, name: str, shards: Shards) -> Any:
     if dtensor is not None and issubclass(type(value), dtensor):
         if name in shards:
             raise ValueError(f"expected names that differ, but got two DTensors {name!r}")
-        local, shards[name] = describe(value)
+        local, shards[name] = describe_shard(value)
         return local
     if isinstance(value, Mapping):
         return {key: _localized(item, _joined(name, key), shards) for key, item in value.items()}

@@ -21,18 +21,6 @@ import torch
 
 from . import files as _files
 from .files import StoreError
-from .incident import Incident, IncidentError, IncidentSummary, list_incidents, read_incident
-
-__all__ = [
-    "Incident",
-    "IncidentError",
-    "IncidentStore",
-    "IncidentSummary",
-    "StoreError",
-    "list_incidents",
-    "read_incident",
-    "versions",
-]
 
 _ATTEMPTS = 20  # another rank may remove the empty directory that this one has just made
 
@@ -213,7 +201,7 @@ class IncidentStore:
     def _prune(self, newest: Path) -> None:
         """The oldest first, but never the first of all, nor the newest."""
         found = sorted(_ages(self.directory))
-        sizes = {path: _files.size_of(path) for *_, path in found}
+        sizes = {path: _files.directory_bytes(path) for *_, path in found}
         removable = [path for *_, path in found[1:] if path != newest]
         count, total = len(found), sum(sizes.values())
         for path in removable:
