@@ -16,7 +16,7 @@ _COMMANDS = (doctor, demo, bench, lint, diagnose, recommend, report, incidents, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; without one, the doctor. Returns the exit status: 2 for what cannot be read."""
+    """Run a command, by default the doctor, and return its exit status: 2 if something cannot be read."""
     parser = argparse.ArgumentParser(
         prog="fastclip", description="Gradient clipping and training stability for PyTorch."
     )
@@ -33,6 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (LogError, IncidentError) as error:
         print(f"fastclip: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # as of `fastclip show ... | head`
+    except BrokenPipeError:  # as in `fastclip show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

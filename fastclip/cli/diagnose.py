@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Explain an event of a log: the data first, then learning rate and loss scale, then the model.
+"""Explain an event in a log: the data first, then learning rate and loss scale, then the model.
 
 Exit status: 0 if there is no event, 1 if there is one, 2 if the log cannot be read.
 """
@@ -11,7 +11,7 @@ import sys
 
 from ..monitor import Event, diagnose
 from ..monitor.diagnosis.diagnose import worst_event
-from .logs import add_log, run_of
+from .logs import add_log, read_log_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    its_run = run_of(options.log)
-    records = its_run.records
+    logged = read_log_argument(options.log)
+    records = logged.records
     events = sorted((e for its in records.values() for r in its for e in r.events), key=lambda e: e.step)
     if options.events:
         for event in events:
@@ -35,10 +35,10 @@ def run(options: argparse.Namespace) -> int:
             steps = sorted({e.step for e in events})
             shown = ", ".join(map(str, steps[:20])) + (", ..." if len(steps) > 20 else "")
             print(f"fastclip: {options.log} has no event in step {options.step}", file=sys.stderr)
-            print(f"fastclip: it has events in the steps {shown or 'none'}", file=sys.stderr)
+            print(f"fastclip: steps with events: {shown or 'none'}", file=sys.stderr)
             return 2
     diagnosis = diagnose(records, chosen)
     print(diagnosis)
-    if its_run.judged and diagnosis.event is not None:
-        print(f"The log ({its_run.source}) tells nothing of batches, parameters or modules.")
+    if logged.inferred and diagnosis.event is not None:
+        print(f"The log ({logged.source}) has no information on batches, parameters or modules.")
     return 0 if diagnosis.event is None else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tell what is installed, what was built, and which backend serves which device and why."""
+"""Report what is installed, what was built, and which backend serves which device and why."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _VARIABLES = ("FASTCLIP_BACKEND", "FASTCLIP_CPU_CAPABILITY")
 
 
 def _devices() -> list[str]:
-    # Before torch 2.7 this raises where there is none, and cannot be asked to look.
+    # Before torch 2.7 current_accelerator() raises if there is none.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 def _backends_of(device: str) -> list[str]:
-    """What status() tells, or why it could not: the doctor must survive what it diagnoses."""
+    """Return the lines of status(), or why it failed: the doctor must survive what it diagnoses."""
     try:
         lines = [f"{name:10} {state}" for name, state in backends.status(device).items()]
         if device == "cpu" and native.unavailable(torch.device("cpu")) is None:
@@ -34,7 +34,7 @@ def _backends_of(device: str) -> list[str]:
 
 
 def report() -> str:
-    """The diagnosis, a line for each finding."""
+    """Return the report, one fact a line."""
     lines = [
         f"fastclip  {__version__} at {libraries.CPU_LIBRARY.parent}",
         f"torch     {torch.__version__}, {torch.get_num_threads()} threads",
@@ -53,7 +53,7 @@ def report() -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
+    """Add nothing: the command takes no arguments."""
 
 
 def run(options: argparse.Namespace) -> int:

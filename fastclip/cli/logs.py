@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Logged runs, for the commands that read them."""
+"""The argument LOG of the commands that read a run's log."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ import argparse
 import sys
 
 from ..logs import Run, read_run
-from ..monitor import Record
 from ..monitor.sinks import LogError
 
 LOG_HELP = "file or directory: fastclip's log, trainer_state.json, TensorBoard event files, CSV, JSON lines"
 
 
 def add_log(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument `log`."""
     parser.add_argument("log", help=LOG_HELP)
 
 
-def records_of(path: str) -> dict[int, list[Record]]:
-    """By rank, in the order of the steps. What was wrong but could be passed over is told on stderr.
+def read_log_argument(path: str) -> Run:
+    """Read a run's log, and print its warnings to standard error.
 
     Raises:
-        LogError: which file cannot be read, in which line, and why.
+        LogError: the log cannot be read; the message names file, line and reason.
     """
-    return run_of(path).records
-
-
-def run_of(path: str) -> Run:
-    """As :func:`records_of`, with what else is known of the run."""
     try:
         run = read_run(path)
     except ImportError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from ..monitor import recommend
-from .logs import add_log, records_of
+from .logs import add_log, read_log_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    records = records_of(options.log)
-    # Norms are global: any rank tells the same; the first is complete as the others are.
+    records = read_log_argument(options.log).records
+    # Norms are global, so every rank has the same.
     proposal = recommend(records[min(records)])
     print(proposal)
     return 1 if proposal.max_norm is None else 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write a log as one page of HTML: charts, events with what they come from, and a recommended max_norm.
+"""Write a log as one HTML page: charts, events with their likely causes, and a recommended max_norm.
 
-The page needs nothing else: no network, no other file. A file that is there is replaced.
+The page is self-contained: it needs no network and no other file. An existing file is replaced.
 
 Exit status: 0, or 2 if the log cannot be read or the page cannot be written.
 """
@@ -14,16 +14,17 @@ from pathlib import Path
 
 from ..logs import read_run
 from ..report import write_report
+from .logs import LOG_HELP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("log", help=LOG_HELP)
     parser.add_argument(
-        "log", help="log of a monitor, of Transformers, TensorBoard or a CSV file: see fastclip lint"
+        "-o", "--output", default="report.html", help="the file to write (default: %(default)s)"
     )
     parser.add_argument(
-        "-o", "--output", default="report.html", help="the file to write (default: %(default)s here)"
+        "--incidents", metavar="DIR", help="the run's incidents (default: those in the log's directory)"
     )
-    parser.add_argument("--incidents", metavar="DIR", help="the run's incidents (default: those in the log)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs that have been logged, by fastclip or by something else, as the monitor's records."""
+"""Logs of runs, written by fastclip or by other programs, read as the monitor's records."""
 
 from __future__ import annotations
 

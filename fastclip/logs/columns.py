@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which column of a table is which field of a record, by the names that trainers and loggers use."""
+"""The columns of a table that hold the fields of a record, by the names that trainers and loggers use."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-# As `plain` makes them, the one that is taken first. A loss of a step goes before that of an epoch.
-NAMES: dict[str, tuple[str, ...]] = {
+# Normalized names, the preferred one first. The loss of a step is preferred to that of an epoch.
+COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "step": (
         *("global_step", "step", "trainer_global_step", "train_global_step", "iteration", "iter", "it"),
         *("num_updates", "update", "optimizer_step", "train_step", "training_step", "current_steps", "steps"),
@@ -51,25 +51,25 @@ NAMES: dict[str, tuple[str, ...]] = {
     "time": ("time", "_timestamp", "timestamp", "wall_time"),
 }
 
-# A file has to hold one of these.
+# Fields of which a log must have at least one.
 USABLE = ("loss", "total_norm", "loss_scale")
 
-# One for each parameter group; Lightning's LearningRateMonitor names them by the optimizer's class.
+# Learning rates of parameter groups; Lightning's LearningRateMonitor names them by the optimizer's class.
 _GROUPED = re.compile(r"(?:train_|optim_)?(?:lr|learning_rate)_(?:(?:param_)?group_?|pg_?)?\d+")
 _LIGHTNING = re.compile(r"lr-[a-z]\w*(?:-\d+)?(?:/pg\d+)?", re.IGNORECASE)
 _NOT_A_RATE = ("momentum", "weight_decay")
 
-_FIELD = {name: field for field, names in NAMES.items() for name in names}
+_FIELD = {name: field for field, names in COLUMN_NAMES.items() for name in names}
 
 
-def plain(column: str) -> str:
-    """A name as it stands in NAMES: "Train/Loss", "train.loss" and "train loss" are "train_loss"."""
+def normalized(column: str) -> str:
+    """Return a name as COLUMN_NAMES spells it: "Train/Loss" and "train loss" become "train_loss"."""
     return re.sub(r"[\s/.:\-]+", "_", column.strip().lower()).removeprefix("fastclip_")
 
 
 def field_of(column: str) -> str | None:
-    """The field of a record that a column may be; None if it is none of them."""
-    name = plain(column)
+    """Return the field of a record that a column may hold, or None."""
+    name = normalized(column)
     if (field := _FIELD.get(name)) is not None:
         return field
     if name.endswith(_NOT_A_RATE):
@@ -77,11 +77,11 @@ def field_of(column: str) -> str | None:
     return "lr" if _GROUPED.fullmatch(name) or _LIGHTNING.fullmatch(column.strip()) else None
 
 
-def choose(columns: Iterable[str]) -> dict[str, list[str]]:
-    """For each field the column that is taken for it; of "lr" perhaps several, one for each parameter group.
+def choose_columns(columns: Iterable[str]) -> dict[str, list[str]]:
+    """Return the column to read for each field; for "lr" possibly one for each parameter group.
 
     Args:
-        columns: those that hold a number anywhere.
+        columns: the columns that have a number in any row.
     """
     found: dict[str, list[str]] = {}
     for column in columns:
@@ -91,10 +91,10 @@ def choose(columns: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _preferred(field: str, columns: list[str]) -> list[str]:
-    names = NAMES[field]
-    known = [column for column in columns if plain(column) in names]
+    names = COLUMN_NAMES[field]
+    known = [column for column in columns if normalized(column) in names]
     if known:
-        return [min(known, key=lambda column: names.index(plain(column)))]
+        return [min(known, key=lambda column: names.index(normalized(column)))]
     return sorted(columns, key=_natural)
 
 
@@ -102,9 +102,9 @@ def _natural(column: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", column)]
 
 
-def told(columns: Iterable[str], most: int = 12) -> str:
-    """What a file has and what would be taken, for a message."""
+def no_usable_column(columns: Iterable[str], most: int = 12) -> str:
+    """Return the error message for a file whose columns hold no usable field."""
     its = [column if len(column) <= 40 else column[:37] + "..." for column in columns]
-    has = ", ".join(map(repr, its[:most])) + (f" and {len(its) - most} more" if len(its) > most else "")
-    wanted = ", ".join(name for field in USABLE for name in NAMES[field][:3])
-    return f"expected a column such as {wanted}, but got {has or 'none'}"
+    got = ", ".join(map(repr, its[:most])) + (f" and {len(its) - most} more" if len(its) > most else "")
+    expected = ", ".join(name for field in USABLE for name in COLUMN_NAMES[field][:3])
+    return f"expected a column such as {expected}, but got {got or 'none'}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""fastclip's own log as records."""
+"""Reader of fastclip's own log."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..monitor.sinks import Log, LogError, read_log
 from ..monitor.sinks.jsonl import VERSION_KEY, log_files
 
 
-def read_own(path: Path) -> tuple[dict[int, list[Record]], Log]:
-    """The records by rank, and the log they are from.
+def read_fastclip_log(path: Path) -> tuple[dict[int, list[Record]], Log]:
+    """Return the records by rank, and the log that they come from, whose lines are freed.
 
     Raises:
-        LogError: which file cannot be read, in which line, and why; a record without a step.
+        LogError: a file cannot be read, or a record is invalid; the message names file, line and reason.
     """
     log = read_log(path)
     found: dict[int, list[Record]] = {}
@@ -27,12 +27,12 @@ def read_own(path: Path) -> tuple[dict[int, list[Record]], Log]:
                 found[rank].append(Record.from_dict(line))
             except ValueError as error:
                 raise LogError(f"{_place(path, rank, line.get('step'))}: {error}") from None
-        lines.clear()  # they take as much memory again
+        lines.clear()  # they take as much memory as the records
     return found, log
 
 
 def _place(path: Path, rank: int, step: Any) -> str:
-    """The file and the line that the record of a step came from; of several the last, which is kept."""
+    """Return the file and line of a step's record, the last one if there are several: that one is kept."""
     files = [file for its, _, file in log_files(path) if its == rank] if path.is_dir() else [path]
     place = str(path)
     for file in files:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Events of a run that nobody watched: found afterwards by the detectors, in the numbers that were logged."""
+"""Events of a run without a monitor, inferred from its log by the detectors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _UNKNOWN = " though every element is finite"
 
 
 class _RecentGrowth(NormGrowth):
-    """For logs that leave steps out: 128 rows may be the whole run, in which healthy norms change by more
-    than a factor of 2. The median of the last 8 rows must be exceeded as well, not only in the beginning.
+    """NormGrowth for logs that do not have every step.
+
+    128 rows of them may be the whole run, in which healthy norms change by more than a factor of 2.
+    Therefore the median of the last 8 rows must always be exceeded too, not only in the beginning.
     """
 
     def stands_out(self, norm: float, median: float) -> bool:
@@ -35,44 +37,45 @@ class _RecentGrowth(NormGrowth):
 
 
 def stride_of(records: Sequence[Record]) -> int:
-    """How many steps lie between a record and the next: 1 if every step was logged, 10 if every tenth."""
+    """Return how many steps apart records are: 1 if every step was logged, 10 if every tenth."""
     steps = [r.step for r in records if r.loss is not None or r.total_norm is not None]
     return max(1, round(median([b - a for a, b in pairwise(steps)]))) if len(steps) > 1 else 1
 
 
-def judge(records: Sequence[Record], counted: bool = False) -> None:
-    """Give the records the events that a monitor would have told, as far as loss, norm, limit and loss scale
-    show them. Windows count records. Where steps are left out a creeping norm is no event, since over
-    thousands of steps healthy norms creep too.
+def infer_events(records: Sequence[Record], counted: bool = False) -> None:
+    """Add the events that a monitor would have reported, from loss, norm, limit and loss scale.
+
+    Windows count records. If not every step was logged, a creeping norm is not an event, since over thousands
+    of steps healthy norms creep too.
 
     Args:
-        records: of one rank, in the order of the steps, without events.
+        records: the records of one rank, in the order of the steps, without events.
         counted: whether NaN and Inf in the gradients were counted, so that a count of 0 means none.
     """
     stride = stride_of(records)
     _infer_overflows(records)
-    looking = _detectors(stride)
+    detectors = _detectors(stride)
     for place, record in enumerate(records):
         step = record.step
-        record.step = place if stride > 1 else step  # an event lasts over neighbouring records
-        found = [event for detector in looking if (event := detector.update(record)) is not None]
+        record.step = place if stride > 1 else step  # a condition persists over neighbouring records
+        found = [event for detector in detectors if (event := detector.update(record)) is not None]
         record.step = step
         for event in found:
             event.step = step
-            event.message = _told(event, stride, counted)
+            event.message = _message_without_unknowns(event, stride, counted)
         record.events = found
-    _look_back(records)
+    _downgrade_harmless_norms(records)
 
 
 def _detectors(stride: int) -> list[Detector]:
     if stride == 1:
         return [LossScale(), NormGrowth(), NormSpike(), NormDrift(), ClipShare(), LossSpike(), NonFinite()]
-    # 50 records that were drawn from 500 steps or more say as much of them as 200 in a row.
+    # 50 records drawn from 500 steps or more say as much about them as 200 in a row.
     return [LossScale(), _RecentGrowth(), NormSpike(), ClipShare(window=50), LossSpike(), NonFinite()]
 
 
-def _told(event: Event, stride: int, counted: bool) -> str:
-    """The message, without what is not known of such a log."""
+def _message_without_unknowns(event: Event, stride: int, counted: bool) -> str:
+    """Return the message without what such a log does not show; removes it from the values as well."""
     message = _COUNTED.sub(r"\1 logged steps", event.message) if stride > 1 else event.message
     if event.kind == "nonfinite" and not counted:
         for key in ("nan_count", "inf_count", "parameters"):
@@ -82,9 +85,10 @@ def _told(event: Event, stride: int, counted: bool) -> str:
 
 
 def _infer_overflows(records: Sequence[Record]) -> None:
-    """A loss scale that falls tells that a scaler has left a step out: the one whose norm is not finite, of
-    the two records between which it falls. Whether the scale is logged before a step or after it, the norms
-    of all falls tell together.
+    """Mark the steps that a loss scaler skipped, which its falling scale shows, and count them.
+
+    Of the two records between which the scale falls, the skipped one has a norm that is not finite. Whether
+    the scale was logged before the step or after it is decided from the norms of all falls together.
     """
     if any(r.overflows for r in records):
         return  # they were counted
@@ -109,13 +113,15 @@ def _loss_is_bad(record: Record) -> bool:
     return record.loss is not None and not math.isfinite(record.loss)
 
 
-def _look_back(records: Sequence[Record]) -> None:
-    """A norm that is not finite did no harm where later ones are finite: parameters that have become NaN give
-    no finite norm again. The step was left out, as loss scalers do, whether or not the log tells the scale.
+def _downgrade_harmless_norms(records: Sequence[Record]) -> None:
+    """Turn the error of a norm that is not finite into a warning if later norms are finite.
+
+    Parameters that have become NaN never give a finite norm again. So the step was skipped, as loss scalers
+    do, whether or not the log has the scale.
     """
     healthy = max((i for i, r in enumerate(records) if r.has_finite_norm and not _loss_is_bad(r)), default=-1)
     for record in records[:healthy]:
         for event in record.events:
             if event.kind == "nonfinite" and event.severity == "error" and not _loss_is_bad(record):
                 event.severity = "warning"
-                event.message += "; later norms are finite, so the step was left out or changed nothing"
+                event.message += "; later norms are finite, so the step was skipped or changed nothing"

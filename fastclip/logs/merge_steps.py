@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Records put together from rows: several rows may tell of one step, and a resumed run repeats steps."""
+"""Merging of rows into records: a step may have several rows, and a resumed run repeats steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 
 from ..monitor.record import Record
 
-_UNIX = 1e9  # a time below it is seconds since the start, not since 1970
+_UNIX = 1e9  # a smaller time counts seconds since the start, not since 1970
 
 
-class Steps:
-    """Takes rows in the order of the file and gives records in the order of the steps.
+class StepMerger:
+    """Takes rows in the order of the file and returns records in the order of the steps.
 
-    Rows in a row with one step, as Lightning writes them, are put together. A step that comes again later is
-    that of a resumed run: what was written last is kept.
+    Adjacent rows of one step, as Lightning writes them, are merged. A step that appears again later belongs
+    to a resumed run: what was written last is kept.
+
+    Attributes:
+        repeated: how many steps appeared again later.
+        restarts: how often a step was followed by a smaller one.
     """
 
     def __init__(self) -> None:
@@ -24,11 +28,8 @@ class Steps:
         self.repeated = 0
         self.restarts = 0
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     def add(self, step: int, values: dict[str, Any]) -> None:
-        """Fields of a record by name."""
+        """Add a row: its step, and the values of the record's fields by name."""
         record = self._records.get(step)
         if self._last is not None and step < self._last:
             self.restarts += 1
@@ -40,19 +41,20 @@ class Steps:
             setattr(record, name, value)
 
     @property
-    def counts_anew(self) -> bool:
-        """Whether the steps begin anew again and again, as those within an epoch do: they name no step."""
+    def restarts_often(self) -> bool:
+        """Whether the numbers restart again and again: they count within an epoch, and are no steps."""
         return self.restarts > 1 and self.repeated > len(self._records) / 2
 
     def records(self) -> list[Record]:
+        """Return the completed records in the order of the steps."""
         found = [self._records[step] for step in sorted(self._records)]
         for record in found:
-            complete(record)
+            complete_record(record)
         return found
 
 
-def complete(record: Record) -> None:
-    """What follows from the numbers that are there, and what they cannot mean taken out."""
+def complete_record(record: Record) -> None:
+    """Add the clip coefficient, which follows from norm and limit, and remove meaningless numbers."""
     limit, norm = record.max_norm, record.total_norm
     if limit is not None and not 0 < limit < math.inf:
         record.max_norm = limit = None  # trainers write 0 or -1 for no clipping
@@ -65,9 +67,10 @@ def complete(record: Record) -> None:
 
 
 def unix_time(seconds: float) -> float:
-    """Seconds since 1970, or 0 for a time that is none, such as that since the start of the run."""
+    """Return the seconds since 1970, or 0 if they count from elsewhere, such as the start of the run."""
     return seconds if _UNIX < seconds < math.inf else 0.0
 
 
-def repeats_told(path: object, repeated: int) -> str:
-    return f"{path}: {repeated} steps come again, as in a resumed run; of each the one written last was kept"
+def repeated_steps_warning(path: object, repeated: int) -> str:
+    """Return the warning that steps appear more than once."""
+    return f"{path}: {repeated} steps appear more than once, as in a resumed run; the last of each was kept"

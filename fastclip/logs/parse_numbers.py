@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Numbers as logs spell them."""
+"""Parsing of numbers as logs spell them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 from typing import Any
 
 _NOTHING = frozenset({"", "-", "none", "null", "na", "n/a", "<na>"})
-# The text of a tensor of one element, which a trainer has logged by mistake.
+# The text of a tensor with one element, which a training loop has logged by mistake.
 _TENSOR = re.compile(r"tensor\(\[?([^\],)]+)\]?.*\)", re.DOTALL)
 _LARGEST_STEP = 2**53
 
 
-def number_of(value: Any, depth: int = 2) -> float | None:
-    """A number, None for a cell that is empty; of a list or mapping of one number that number.
+def parse_number(value: Any) -> float | None:
+    """Return a number, or None for an empty cell.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is something else.
     """
     if isinstance(value, str):
         return _from_text(value)
@@ -29,9 +29,7 @@ def number_of(value: Any, depth: int = 2) -> float | None:
             return float(value)
         except OverflowError:
             raise ValueError("expected a number, but got one that is too large") from None
-    if isinstance(value, (list, dict)) and len(value) == 1 and depth:
-        return number_of(next(iter(value.values() if isinstance(value, dict) else value)), depth - 1)
-    raise ValueError(f"expected a number, but got {shown(value)}")
+    raise ValueError(f"expected a number, but got {short_repr(value)}")
 
 
 def _from_text(text: str) -> float | None:
@@ -43,23 +41,24 @@ def _from_text(text: str) -> float | None:
     try:
         return float(stripped)
     except ValueError:
-        raise ValueError(f"expected a number, but got {shown(text)}") from None
+        raise ValueError(f"expected a number, but got {short_repr(text)}") from None
 
 
-def step_of(value: Any) -> int | None:
-    """A step: a whole number; None for a cell that is empty.
+def parse_step(value: Any) -> int | None:
+    """Return a step, which is a whole number, or None for an empty cell.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is something else.
     """
-    number = number_of(value)
+    number = parse_number(value)
     if number is None:
         return None
     if not abs(number) <= _LARGEST_STEP or number != int(number):
-        raise ValueError(f"expected a whole number as step, but got {shown(value)}")
+        raise ValueError(f"expected a whole number as step, but got {short_repr(value)}")
     return int(number)
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
+    """Return repr(value), shortened to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of numbers: CSV, JSON lines, a JSON array, lines of `name:number`; as rows, and rows as records."""
+"""Tables of numbers, read from CSV, JSON lines, a JSON array or lines of `name:number`, and as records."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 
 from ..monitor.record import Record
 from ..monitor.sinks import LogError
-from .columns import USABLE, choose, field_of, told
-from .merge_steps import Steps, repeats_told
-from .parse_numbers import number_of, shown, step_of
-from .text_files import lines_of, text_of
+from .columns import USABLE, choose_columns, field_of, no_usable_column
+from .merge_steps import StepMerger, repeated_steps_warning
+from .parse_numbers import parse_number, parse_step, short_repr
+from .text_files import read_lines, read_text
 
-# Columns that tell which data a row is about, and how what they say of other data than training's begins.
+# Columns that name the data of a row, and the beginnings of names of data that are not for training.
 _SPLITS = ("split", "mode", "phase", "stage", "subset")
-_OTHERS = ("val", "eval", "test", "dev")
+_NOT_TRAINING = ("val", "eval", "test", "dev")
 _DEPTH = 3
-# What the columns of llm.c's lines stand for.
+# The abbreviations of llm.c.
 _SHORT = {"s": "step", "trl": "train_loss"}
 _PAIRS = re.compile(r"(?:[A-Za-z_]\w*:[^\s:]+\s+)*[A-Za-z_]\w*:[^\s:]+")
-# The end of a file that was cut off while it was written.
-_TORN = "the last line is incomplete and was left out"
+# The file was cut off while it was written.
+_TORN = "the last line is incomplete and was ignored"
 
 
 @dataclass(slots=True)
-class Row:
-    """The cells of a line that may be fields of a record, by column, and where they stand."""
+class TableRow:
+    """The cells of a row that may be fields of a record, by column, and the row's place for messages."""
 
     place: str
     cells: dict[str, Any]
@@ -41,15 +41,16 @@ class Table:
     """All rows of a file.
 
     Attributes:
-        columns: all columns that were met, in their order.
-        rows: of cells whose column may be a field and that are not empty.
+        columns: all columns in the order of appearance, and whether each may be a field.
+        rows: the rows, with the cells that are not empty and whose column may be a field.
     """
 
     def __init__(self) -> None:
-        self.columns: dict[str, bool] = {}  # whether it may be a field
-        self.rows: list[Row] = []
+        self.columns: dict[str, bool] = {}
+        self.rows: list[TableRow] = []
 
     def add(self, place: str, cells: Iterable[tuple[str, Any]]) -> None:
+        """Add a row, unless it has no useful cell or its data are not for training."""
         known = self.columns
         kept = {}
         for column, value in cells:
@@ -58,24 +59,29 @@ class Table:
                 useful = known[column] = field_of(column) is not None
             if useful and value is not None and value != "":
                 kept[column] = value
-            elif isinstance(value, str) and column.lower() in _SPLITS and value.lower().startswith(_OTHERS):
-                return
+            elif isinstance(value, str) and column.lower() in _SPLITS:
+                if value.lower().startswith(_NOT_TRAINING):
+                    return
         if kept:
-            self.rows.append(Row(place, kept))
+            self.rows.append(TableRow(place, kept))
 
 
 def read_csv(path: Path, warnings: list[str]) -> Table:
-    """With a header; separated by commas, semicolons or tabs; lines that begin with # are passed over."""
+    """Read cells separated by commas, semicolons or tabs, after a header; lines starting with # are ignored.
+
+    Raises:
+        LogError: the header has no usable column or one twice; a line is damaged other than at the end.
+    """
     table = Table()
-    lines = ((n, line) for n, line in lines_of(path, warnings) if line.strip() and not line.startswith("#"))
+    lines = ((n, line) for n, line in read_lines(path, warnings) if line.strip() and not line.startswith("#"))
     number, header = next(lines, (1, ""))
     separator = max(",;\t", key=header.count)
     columns = [_without_run(column) for column in _cells(path, number, header, separator)]
     if not any(field_of(column) in USABLE for column in columns):
-        raise LogError(f"{path}:{number}: {told(columns)}")
+        raise LogError(f"{path}:{number}: {no_usable_column(columns)}")
     if twice := {c for c in columns if columns.count(c) > 1 and field_of(c) in USABLE}:
         raise LogError(f"{path}:{number}: expected one run, but got several columns {sorted(twice)[0]!r}")
-    table.add("", ((column, None) for column in columns))  # known, even if no row follows
+    table.add("", ((column, None) for column in columns))  # the columns are known even if no row follows
     for number, line in lines:
         cells = _cells(path, number, line, separator)
         if len(cells) != len(columns):
@@ -95,18 +101,19 @@ def _cells(path: Path, number: int, line: str, separator: str) -> list[str]:
 
 
 def _without_run(column: str) -> str:
-    """W&B's exports put the name of the run before that of the column: "run-1 - train/loss"."""
+    """Return a column of a W&B export without the name of the run: "train/loss" of "run-1 - train/loss"."""
     return column.rpartition(" - ")[2].strip()
 
 
 def read_json_lines(path: Path, warnings: list[str]) -> Table:
+    """Read a JSON object a line. Raises LogError if a line is damaged, other than at the end."""
     table = Table()
-    for number, line in lines_of(path, warnings):
+    for number, line in read_lines(path, warnings):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
-            why = f"expected a JSON object, but got {shown(value)}"
+            why = f"expected a JSON object, but got {short_repr(value)}"
         except (ValueError, RecursionError) as error:
             value, why = None, f"not JSON: {error}"
         if not isinstance(value, dict):
@@ -118,18 +125,21 @@ def read_json_lines(path: Path, warnings: list[str]) -> Table:
     return table
 
 
-def read_json_array(path: Path, value: list[Any]) -> Table:
+def read_json_array(path: Path) -> Table:
+    """Read a JSON array of objects. Raises LogError if the file is something else."""
     table = Table()
-    for place, row in enumerate(value):
+    for index, row in enumerate(load_json(path)):
         if not isinstance(row, dict):
-            raise LogError(f"{path}: expected objects in the array, but got {shown(row)} at place {place}")
-        table.add(f"{path}: place {place} of the array", _flat(row))
+            raise LogError(
+                f"{path}: expected objects in the array, but got {short_repr(row)} at index {index}"
+            )
+        table.add(f"{path}: index {index} of the array", _flat(row))
     return table
 
 
-def parsed(path: Path) -> Any:
-    """A file that is one JSON value; raises LogError if it is not."""
-    text = text_of(path)
+def load_json(path: Path) -> Any:
+    """Return the value of a JSON file. Raises LogError if it is not one."""
+    text = read_text(path)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -139,7 +149,7 @@ def parsed(path: Path) -> Any:
 
 
 def _flat(row: dict[str, Any], prefix: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """The mappings in a row as columns such as "train/loss"."""
+    """Yield the cells of a row, those of nested mappings under columns such as "train/loss"."""
     for key, value in row.items():
         if isinstance(value, dict) and depth:
             yield from _flat(value, f"{prefix}{key}/", depth - 1)
@@ -148,52 +158,54 @@ def _flat(row: dict[str, Any], prefix: str = "", depth: int = _DEPTH) -> Iterato
 
 
 def is_pairs(line: str) -> bool:
-    """Whether a line is made of `name:number` as those of llm.c are: "s:0 trl:11.0 lr:0.1 norm:15.4"."""
+    """Return whether a line has pairs of name:number, as llm.c prints them: "s:0 trl:11.0 norm:15.4"."""
     return _PAIRS.fullmatch(line.strip()) is not None
 
 
 def read_pairs(path: Path, warnings: list[str]) -> Table:
+    """Read lines of name:number pairs. Raises LogError if a line is damaged, other than at the end."""
     table = Table()
-    for place, line in lines_of(path, warnings):
+    for number, line in read_lines(path, warnings):
         if not line.strip() or line.startswith("#"):
             continue
         if not is_pairs(line):
             if not line.endswith("\n"):
-                warnings.append(f"{path}:{place}: {_TORN}")
+                warnings.append(f"{path}:{number}: {_TORN}")
                 break
-            raise LogError(f"{path}:{place}: expected pairs of name:number, but got {shown(line.strip())}")
+            got = short_repr(line.strip())
+            raise LogError(f"{path}:{number}: expected pairs of name:number, but got {got}")
         pairs = (pair.partition(":") for pair in line.split())
-        table.add(f"{path}:{place}", ((_SHORT.get(name, name), number) for name, _, number in pairs))
+        table.add(f"{path}:{number}", ((_SHORT.get(name, name), value) for name, _, value in pairs))
     return table
 
 
-def records_of(path: Path, table: Table, warnings: list[str]) -> tuple[list[Record], dict[str, Any]]:
-    """The records, and which column was taken for which field.
+def table_records(path: Path, table: Table, warnings: list[str]) -> tuple[list[Record], dict[str, Any]]:
+    """Return the records of a table, and which column was read as which field.
 
     Raises:
-        LogError: no column is known; a cell is no number.
+        LogError: no column is usable, or a cell is not a number.
     """
-    chosen = choose(dict.fromkeys(column for row in table.rows for column in row.cells))
+    chosen = choose_columns(dict.fromkeys(column for row in table.rows for column in row.cells))
     if not any(field in chosen for field in USABLE):
         if any(field_of(column) in USABLE for column in table.columns):
             return [], {}
-        raise LogError(f"{path}: {told(table.columns)}")
-    steps = _collect(path, table, chosen, warnings, numbered="step" not in chosen)
-    if steps.counts_anew:
+        raise LogError(f"{path}: {no_usable_column(table.columns)}")
+    steps = _merge(path, table, chosen, warnings, numbered="step" not in chosen)
+    if steps.restarts_often:
         column = chosen["step"][0]
-        warnings.append(f"{path}: the steps of {column!r} begin anew: rows were counted")
-        steps = _collect(path, table, chosen, warnings, numbered=True)
+        warnings.append(f"{path}: the steps in column {column!r} restart: rows were numbered from 0 instead")
+        steps = _merge(path, table, chosen, warnings, numbered=True)
     elif "step" not in chosen:
-        warnings.append(f"{path}: no column names the step: rows were counted, from 0")
+        warnings.append(f"{path}: no column holds the step: rows were numbered from 0")
     if steps.repeated:
-        warnings.append(repeats_told(path, steps.repeated))
+        warnings.append(repeated_steps_warning(path, steps.repeated))
     return steps.records(), {f: its[0] if len(its) == 1 else its for f, its in chosen.items()}
 
 
-def _collect(
+def _merge(
     path: Path, table: Table, chosen: dict[str, list[str]], warnings: list[str], numbered: bool
-) -> Steps:
-    steps = Steps()
+) -> StepMerger:
+    steps = StepMerger()
     step_column = chosen["step"][0] if not numbered else ""
     fields = [(field, its) for field, its in chosen.items() if field != "step"]
     count = unplaced = 0
@@ -204,7 +216,7 @@ def _collect(
         if numbered:
             step = count
         else:
-            its = _parsed(row, step_column, step_of)
+            its = _parsed(row, step_column, parse_step)
             if its is None:
                 unplaced += 1
                 continue
@@ -212,11 +224,11 @@ def _collect(
         steps.add(step, values)
         count += 1
     if unplaced:
-        warnings.append(f"{path}: {unplaced} rows without a step in {step_column!r} were left out")
+        warnings.append(f"{path}: ignored rows without a step in column {step_column!r}: {unplaced}")
     return steps
 
 
-def _values(row: Row, fields: list[tuple[str, list[str]]]) -> dict[str, Any]:
+def _values(row: TableRow, fields: list[tuple[str, list[str]]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for field, columns in fields:
         numbers = [n for c in columns if c in row.cells and (n := _number(row, c, field)) is not None]
@@ -229,16 +241,16 @@ def _values(row: Row, fields: list[tuple[str, list[str]]]) -> dict[str, Any]:
     return values
 
 
-def _number(row: Row, column: str, field: str) -> float | None:
+def _number(row: TableRow, column: str, field: str) -> float | None:
     if field != "time":
-        return _parsed(row, column, number_of)
+        return _parsed(row, column, parse_number)
     try:
-        return number_of(row.cells[column])
+        return parse_number(row.cells[column])
     except ValueError:
-        return None  # a date: nothing depends on it
+        return None  # a date; nothing depends on it
 
 
-def _parsed(row: Row, column: str, parse: Any) -> Any:
+def _parsed(row: TableRow, column: str, parse: Any) -> Any:
     if column not in row.cells:
         return None
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""TensorBoard's event files: fastclip's own, read back completely, and those of others.
+"""Reader of TensorBoard's event files; those of fastclip come back with their events.
 
-tensorboard is imported when such a file is read, and not before.
+tensorboard is imported only when such a file is read.
 """
 
 from __future__ import annotations
@@ -15,46 +15,47 @@ from typing import Any
 from ..monitor.record import Record
 from ..monitor.sinks import LogError
 from . import tensorboard_tags
-from .columns import USABLE, choose, field_of, told
-from .merge_steps import complete, repeats_told, unix_time
+from .columns import USABLE, choose_columns, field_of, no_usable_column
+from .merge_steps import complete_record, repeated_steps_warning, unix_time
 
-_VERSION = b"brain.Event:"  # stands in the first event of every file
-_FRAME = 16  # bytes round each event: its length and two checksums
-_PEEK = 2000  # events that tell whether a file is of a training
+_VERSION = b"brain.Event:"  # part of the first event of every file
+_FRAME = 16  # bytes around each event: its length and two checksums
+_PEEK = 2000  # events that are read to decide whether a file is of a training
 
 
 def is_event_file(head: bytes) -> bool:
+    """Return whether a file with these first bytes is an event file."""
     return _VERSION in head[12:64]
 
 
 def event_files(directory: Path) -> list[Path]:
-    """Those of one directory, the oldest first, as their names tell."""
+    """Return the event files in a directory, the oldest first by their names."""
     return sorted(path for path in directory.iterdir() if "tfevents" in path.name and path.is_file())
 
 
-def is_of_training(directory: Path) -> bool:
-    """Whether the event files in a directory hold numbers of a training, and not only its settings."""
+def holds_training(directory: Path) -> bool:
+    """Return whether the event files in a directory have numbers of a training, not only its settings."""
     return any(map(_is_of_training, event_files(directory)))
 
 
 def read_event_files(files: list[Path], warnings: list[str]) -> tuple[list[Record], dict[str, Any], bool]:
-    """The records, which tag was taken for which field, and whether fastclip's events are in them.
+    """Return the records, which tag was read as which field, and whether they have the monitor's events.
 
     Raises:
         ImportError: tensorboard is not installed.
-        LogError: a file cannot be read or holds no loss, gradient norm or loss scale.
+        LogError: a file cannot be read, or has no loss, gradient norm or loss scale.
     """
-    series = _Series()
+    series = _TagSeries()
     for file in files:
         for event in _events(file, warnings):
-            series.take(event)
+            series.add(event)
     if tensorboard_tags.MARKS & set(series.scalars):
-        _tell_repeats(files, series, "gradient/nan_count", warnings)
-        return _own(series)
-    chosen = choose(series.scalars)
+        _warn_of_repeats(files, series, "gradient/nan_count", warnings)
+        return _fastclip_records(series)
+    chosen = choose_columns(series.scalars)
     if not any(field in chosen for field in USABLE):
-        raise LogError(f"{files[0]}: {told(series.scalars)}")
-    _tell_repeats(files, series, next(chosen[field][0] for field in USABLE if field in chosen), warnings)
+        raise LogError(f"{files[0]}: {no_usable_column(series.scalars)}")
+    _warn_of_repeats(files, series, next(chosen[field][0] for field in USABLE if field in chosen), warnings)
     records: dict[int, Record] = {}
     for field, its in chosen.items():
         for tag in its if field not in ("step", "time") else ():
@@ -66,17 +67,17 @@ def read_event_files(files: list[Path], warnings: list[str]) -> tuple[list[Recor
                     setattr(record, field, value)
     found = [records[step] for step in sorted(records)]
     for record in found:
-        complete(record)
+        complete_record(record)
     return found, {field: its[0] if len(its) == 1 else its for field, its in chosen.items()}, False
 
 
-def _tell_repeats(files: list[Path], series: _Series, tag: str, warnings: list[str]) -> None:
+def _warn_of_repeats(files: list[Path], series: _TagSeries, tag: str, warnings: list[str]) -> None:
     if count := len(series.repeated.get(tag, ())):
-        warnings.append(repeats_told(files[0].parent, count))
+        warnings.append(repeated_steps_warning(files[0].parent, count))
 
 
-class _Series:
-    """Numbers by tag and step; of a step that comes again the one that was written last."""
+class _TagSeries:
+    """Numbers by tag and step; of a step that appears again the number that was written last."""
 
     def __init__(self) -> None:
         self.scalars: dict[str, dict[int, float]] = {}
@@ -84,7 +85,8 @@ class _Series:
         self.times: dict[int, float] = {}
         self.repeated: dict[str, set[int]] = {}
 
-    def take(self, event: Any) -> None:
+    def add(self, event: Any) -> None:
+        """Add the numbers and texts of an event."""
         if event.HasField("session_log") and event.session_log.status == event.session_log.START:
             self._purge(event.step)
         for value in event.summary.value:
@@ -98,7 +100,7 @@ class _Series:
                 self.times.setdefault(event.step, unix_time(event.wall_time))
 
     def _purge(self, first: int) -> None:
-        """A run has resumed: what it had written from there on is void."""
+        """Remove what was written from a step on: the run has been resumed there."""
         if first > 0:
             written: list[dict[int, Any]] = [*self.scalars.values(), self.texts, self.times]
             for its in written:
@@ -106,22 +108,22 @@ class _Series:
                     del its[step]
 
 
-def _own(series: _Series) -> tuple[list[Record], dict[str, Any], bool]:
+def _fastclip_records(series: _TagSeries) -> tuple[list[Record], dict[str, Any], bool]:
     records: dict[int, Record] = {}
     for tag, its in series.scalars.items():
         for step, value in its.items():
             record = records.setdefault(step, Record(step, time=series.times.get(step, 0.0)))
-            tensorboard_tags.put(record, tag, value)
+            tensorboard_tags.set_field(record, tag, value)
     for step, text in series.texts.items():
         record = records.setdefault(step, Record(step))
-        record.events = tensorboard_tags.events_of(text, step)
+        record.events = tensorboard_tags.parse_events(text, step)
     counted = any(tag.startswith(f"{tensorboard_tags.EVENTS}/") for tag in series.scalars)
-    # A writer without add_text has counted the events but not told them.
+    # A writer without add_text has counted the events but not written them.
     return [records[step] for step in sorted(records)], {}, bool(series.texts) or not counted
 
 
 def _number(value: Any) -> float | None:
-    """Of a summary: the older form is a field of its own, the newer one a tensor of one element."""
+    """Return the number in a summary: a field in the older form, a tensor with one element in the newer."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return float(value.simple_value)
@@ -138,7 +140,7 @@ def _number(value: Any) -> float | None:
 
 
 def _events(file: Path, warnings: list[str] | None) -> Iterator[Any]:
-    """The events of a file up to where it is whole."""
+    """Yield the events of a file up to where it is damaged."""
     loader, event_of, decode_error = _tensorboard()
     used = 0
     try:
@@ -149,15 +151,15 @@ def _events(file: Path, warnings: list[str] | None) -> Iterator[Any]:
     except OSError as error:
         raise LogError(f"{file}: {error.strerror or error}") from None
     except decode_error:
-        pass  # whole by its checksum, but no event: as good as damaged
+        pass  # the checksum is right, but it is not an event: as good as damaged
     if used < size and warnings is not None:
         if not used:
             raise LogError(f"{file}: not an event file of TensorBoard, or damaged from its beginning")
-        warnings.append(f"{file}: incomplete or damaged after {used} of {size} bytes, and read up to there")
+        warnings.append(f"{file}: incomplete or damaged after {used} of {size} bytes; read up to there")
 
 
 def _tensorboard() -> tuple[Any, Any, type[Exception]]:
-    """What reads the events of a file, what parses one, and what that raises."""
+    """Return the reader of a file's events, the parser of one event, and the error that it raises."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto import event_pb2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The text of a log's file, compressed or not, line by line; whatever is wrong with it is a LogError."""
+"""Reading of text files, compressed or not; every failure is a LogError."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HEAD = 1 << 16
 LONGEST_LINE = 64 << 20  # bytes; a file without line breaks must not fill the memory
 
 
-def head_of(path: Path) -> bytes:
-    """The first bytes of a file, decompressed; raises LogError if there are none."""
+def read_head(path: Path) -> bytes:
+    """Return the first bytes of a file, decompressed. Raises LogError if it cannot be read or is blank."""
     try:
         with _opened(path) as file:
             head = file.read(_HEAD)
@@ -31,12 +31,13 @@ def head_of(path: Path) -> bytes:
     return head
 
 
-def lines_of(path: Path, warnings: list[str]) -> Iterator[tuple[int, str]]:
-    """Each line with its number from 1, without its end. The end of a compressed file may be missing: that is
-    a warning.
+def read_lines(path: Path, warnings: list[str]) -> Iterator[tuple[int, str]]:
+    """Yield each line, including its line end, with its number from 1.
+
+    A compressed file whose end is missing is read as far as possible, with a warning.
 
     Raises:
-        LogError: it cannot be read, is not UTF-8, or has a line that is too long.
+        LogError: the file cannot be read, is not UTF-8, or has a line that is too long.
     """
     number = 0
     try:
@@ -52,11 +53,11 @@ def lines_of(path: Path, warnings: list[str]) -> Iterator[tuple[int, str]]:
         raise _unreadable(path, error) from None
 
 
-def text_of(path: Path, limit: int = 1 << 30) -> str:
-    """The whole file, of `limit` bytes at most.
+def read_text(path: Path, limit: int = 1 << 30) -> str:
+    """Return the text of a file of at most `limit` bytes.
 
     Raises:
-        LogError: it cannot be read, is larger, or is not UTF-8.
+        LogError: the file cannot be read, is larger, or is not UTF-8.
     """
     try:
         with _opened(path) as file:
@@ -90,8 +91,8 @@ def _unreadable(path: Path, error: OSError | zlib.error) -> LogError:
     return LogError(f"{path}: {getattr(error, 'strerror', None) or error}")
 
 
-def folders_below(directory: Path, depth: int = 3, most: int = 10_000) -> list[Path]:
-    """The subdirectories, down to a depth, but for hidden ones.
+def subdirectories(directory: Path, depth: int = 3, most: int = 10_000) -> list[Path]:
+    """Return the subdirectories that are not hidden, down to a depth.
 
     Raises:
         LogError: there are more than `most`, as below the root of a disk.
@@ -103,12 +104,12 @@ def folders_below(directory: Path, depth: int = 3, most: int = 10_000) -> list[P
         found += level
         if len(found) > most:
             raise LogError(
-                f"{directory}: expected the directory of a log, but got one with {most} others in it"
+                f"{directory}: expected the directory of a log, but it has more than {most} subdirectories"
             )
     return found
 
 
-def names_of(paths: list[Path], base: Path, most: int = 8) -> str:
-    """Relative to a directory, for a message."""
+def relative_names(paths: list[Path], base: Path, most: int = 8) -> str:
+    """Return the paths relative to a directory, joined for a message."""
     shown = [os.fspath(path.relative_to(base)) for path in paths[:most]]
     return ", ".join(shown) + (f" and {len(paths) - most} more" if len(paths) > most else "")

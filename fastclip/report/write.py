@@ -88,7 +88,7 @@ def _about(run: Run, log: str | os.PathLike[str] | None) -> list[tuple[str, str]
     header = next(iter(run.headers.values()), {})
     columns = header.get("columns")
     read_as = "" if not isinstance(columns, dict) else ", ".join(f"{k} from {v}" for k, v in columns.items())
-    judged = "found in the log afterwards, by the default detectors" if run.judged else ""
+    judged = "found in the log afterwards, by the default detectors" if run.inferred else ""
     about = [
         ("Log", "" if log is None else str(log)),
         ("Kind", run.source),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Records and logs that several test files write and read."""
+"""Records and logs of every format, for the tests that write and read them."""
 
 import json
 from pathlib import Path
@@ -76,8 +76,8 @@ TABLES = {
         '{"step":2,"mode":"train","loss":2.25,"grad_norm":0.75}\n',
         "JSON lines",
     ),
-    "a tensor by mistake": (
-        '{"step":1,"loss":"tensor(2.5000, device=\'cuda:0\')","grad_norm":[0.5]}\n'
+    "text of a tensor": (
+        '{"step":1,"loss":"tensor(2.5000, device=\'cuda:0\')","grad_norm":0.5}\n'
         '{"step":2.0,"loss":2.25,"grad_norm":"tensor([0.75])"}\n',
         "JSON lines",
     ),
@@ -98,7 +98,7 @@ TABLES = {
 
 
 def event_file(directory, series, texts=(), name=None):
-    """An event file of torch's writer; series: by tag the pairs of step and value."""
+    """Write an event file with torch's writer and return its path; `series` has (step, value) by tag."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(directory), filename_suffix=name or "") as writer:
@@ -110,5 +110,6 @@ def event_file(directory, series, texts=(), name=None):
     return sorted(Path(directory).glob("*tfevents*"))[-1]
 
 
-def state(*entries, **more):
+def trainer_state_json(*entries, **more):
+    """Return the text of a trainer_state.json with these entries in its log_history."""
     return json.dumps({"global_step": 40, "log_history": entries, "logging_steps": 10, **more}, indent=2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""fastclip lint: verdicts and exit statuses, of fastclip's logs and of others; other commands on these."""
+"""verdict_of and fastclip lint, on fastclip's logs and on others; other commands on logs of others."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ def calm(count, loss=2.0):
     return [(s, loss + rng.gauss(0, 0.03), lognormal(rng, 0.1, 0.2)) for s in range(count)]
 
 
-def own(directory, records):
+def write_fastclip_log(directory, records):
     sink = JsonlSink(directory, header={"meanings": MEANINGS})
     for record in records:
         sink.write(record.to_dict())
@@ -50,14 +50,14 @@ def own(directory, records):
     return directory
 
 
-def test_a_healthy_log(tmp_path, lint):
+def test_lint_passes_a_healthy_table(tmp_path, lint):
     path = table(tmp_path / "a.csv", calm(100))
     assert lint(path) == (0, f"{path}: healthy: 100 steps, 0 to 99 (CSV)\n", "")
 
 
-def test_a_healthy_log_of_fastclip(tmp_path, lint):
+def test_lint_passes_a_healthy_fastclip_log(tmp_path, lint):
     rng = seeded()
-    path = own(tmp_path / "log", watched([healthy(rng, s) for s in range(100)]))
+    path = write_fastclip_log(tmp_path / "log", watched([healthy(rng, s) for s in range(100)]))
     lines = [
         f"{path}: healthy: 100 steps, 0 to 99 (fastclip log)",
         "  clipped 0 of 100 steps (0%), last at max_norm 1",
@@ -65,7 +65,7 @@ def test_a_healthy_log_of_fastclip(tmp_path, lint):
     assert lint(path) == (0, "\n".join(lines) + "\n", "")
 
 
-def test_warnings(tmp_path, lint):
+def test_lint_returns_1_for_warnings(tmp_path, lint):
     rows = calm(100)
     rows[70] = (70, 2.0, 20.0)
     rows[71] = (71, 2.0, 20.0)
@@ -78,51 +78,51 @@ def test_warnings(tmp_path, lint):
     assert growth.startswith("  warning: norm_growth: in step 71: the gradient norm is 20, ")
 
 
-def test_exploded(tmp_path, lint):
+def test_lint_returns_2_for_an_exploded_table(tmp_path, lint):
     rows = [*calm(100), *((s, NAN, NAN) for s in range(100, 120))]
     path = table(tmp_path / "a.csv", rows)
     status, out, err = lint(path)
     assert (status, err) == (2, "")
     assert out.splitlines() == [
         f"{path}: exploded: 120 steps, 0 to 119 (CSV)",
-        "  error: nonfinite: told 3 times, first in step 100: the loss is nan; the gradient norm is nan",
+        "  error: nonfinite: reported 3 times, first in step 100: the loss is nan; the gradient norm is nan",
         "  NaN or Inf in 20 of 120 steps",
     ]
 
 
-def test_an_exploded_log_of_fastclip(tmp_path, lint):
+def test_lint_returns_2_for_an_exploded_fastclip_log(tmp_path, lint):
     rng = seeded()
     records = [healthy(rng, s) for s in range(40)]
     records.append(healthy(rng, 40, loss=NAN, applied=False, loss_scale=None, **bad_gradients()))
-    path = own(tmp_path / "log", watched(records))
+    path = write_fastclip_log(tmp_path / "log", watched(records))
     status, out, _ = lint(path)
     assert status == 2
     assert out.splitlines()[1:] == [
         "  error: nonfinite: in step 40: the loss is nan; the gradients hold 3 NaN and 0 Inf; most of them "
         "in body.weight; the step was skipped",
-        "  NaN or Inf in 1 of 41 steps, 1 of them left out",
+        "  NaN or Inf in 1 of 41 steps, 1 of them skipped",
         "  clipped 0 of 41 steps (0%), last at max_norm 1",
     ]
 
 
 @pytest.mark.parametrize("applied, after, expected", [(False, 1, 1), (False, 0, 2), (True, 1, 2)])
-def test_nan_in_a_step_that_was_left_out_is_a_warning_if_the_run_went_on(
+def test_lint_returns_1_for_nan_in_a_skipped_step_if_the_run_went_on(
     tmp_path, lint, applied, after, expected
 ):
     rng = seeded()
     records = [healthy(rng, s, applied=True) for s in range(40)]
     records.append(healthy(rng, 40, loss=NAN, applied=applied, loss_scale=None, **bad_gradients()))
     records += [healthy(rng, 41 + s, applied=True) for s in range(after)]
-    status, out, _ = lint(own(tmp_path / "log", watched(records)))
+    status, out, _ = lint(write_fastclip_log(tmp_path / "log", watched(records)))
     assert status == expected and "  error: nonfinite: in step 40" in out
 
 
-def test_overflows_of_a_loss_scaler_are_healthy(tmp_path, lint):
+def test_lint_passes_overflows_of_a_loss_scaler(tmp_path, lint):
     rng = seeded()
     records = [healthy(rng, s) for s in range(40)]
     records[3] = healthy(rng, 3, applied=False, overflows=1, **bad_gradients())
-    status, out, _ = lint(own(tmp_path / "log", watched(records)))
-    assert status == 0 and "NaN or Inf in 1 of 40 steps, 1 of them left out" in out
+    status, out, _ = lint(write_fastclip_log(tmp_path / "log", watched(records)))
+    assert status == 0 and "NaN or Inf in 1 of 40 steps, 1 of them skipped" in out
 
 
 # Losses that rise and stay, without a NaN.
@@ -139,7 +139,7 @@ def verdict(losses, first=0):
 
 
 def noisy(*pieces):
-    """(count, level) each."""
+    """Return noisy losses for pieces of (count, level)."""
     rng = seeded()
     return [level + rng.gauss(0, 0.02 * level) for count, level in pieces for _ in range(count)]
 
@@ -170,18 +170,18 @@ def noisy(*pieces):
         ("a critic's", [5 * math.sin(i / 40) for i in range(300)], []),
     ],
 )
-def test_losses_that_rise(name, losses, kinds):
+def test_verdict_of_losses_that_rise(name, losses, kinds):
     found = verdict(losses)
     assert [finding.kind for finding in found.findings] == kinds
     assert found.status == (2 if "loss_exploded" in kinds else 1 if kinds else 0)
 
 
-def test_the_healthy_run_and_the_same_run_that_diverges(tmp_path, lint):
+def test_lint_tells_the_gpt2_run_from_the_same_run_diverging(tmp_path, lint):
     for every in (10, 100):
         rows = [(s, loss, norm) for s, loss, _, norm in gpt2()[::every]]
         status, out, err = lint(table(tmp_path / "healthy.csv", rows))
         assert status == 0 and out.endswith(f"steps, 0 to {rows[-1][0]} (CSV)\n")
-        assert f"healthy.csv: about {every} steps lie between two records" in err and err.count("\n") == 1
+        assert f"healthy.csv: records are about {every} steps apart" in err and err.count("\n") == 1
         bad = rows[: -len(rows) // 4]
         bad += [(s, loss + 4.0, 30 * norm) for s, loss, norm in rows[len(bad) :]]
         status, out, _ = lint(table(tmp_path / "bad.csv", bad))
@@ -196,7 +196,7 @@ def clip_rows(count, norm, limit=1.0):
     return [(i, 2.0, norm, limit) for i in range(count)]
 
 
-def test_clipping_that_does_too_much(tmp_path, lint):
+def test_lint_warns_if_nearly_all_steps_are_clipped(tmp_path, lint):
     columns = (*COLUMNS, "max_norm")
     for count in (60, 300):  # too few for the detector; enough
         status, out, _ = lint(table(tmp_path / "a.csv", clip_rows(count, 2.0), columns))
@@ -208,7 +208,7 @@ def test_clipping_that_does_too_much(tmp_path, lint):
     assert lint(table(tmp_path / "a.csv", policy, columns))[0] == 0
 
 
-def test_of_clipping_nothing_is_said_where_no_limit_is_known(tmp_path, lint):
+def test_lint_does_not_mention_clipping_without_a_limit(tmp_path, lint):
     status, out, _ = lint(table(tmp_path / "a.csv", [(i, 2.0, 2.0) for i in range(300)]))
     assert status == 0 and "clipped" not in out and out.count("\n") == 1
 
@@ -216,7 +216,7 @@ def test_of_clipping_nothing_is_said_where_no_limit_is_known(tmp_path, lint):
 # Several logs, and those that cannot be read.
 
 
-def test_of_several_logs_the_highest_status_counts(tmp_path, lint):
+def test_lint_returns_the_highest_status_of_several_logs(tmp_path, lint):
     good = table(tmp_path / "good.csv", calm(50))
     bad = table(tmp_path / "bad.csv", [*calm(50), (50, NAN, NAN)])
     assert lint(good, good)[0] == 0
@@ -228,16 +228,16 @@ def test_of_several_logs_the_highest_status_counts(tmp_path, lint):
     assert err == f"fastclip: {tmp_path / 'none'}: No such file or directory\n"
 
 
-def test_a_log_without_steps_cannot_be_judged(tmp_path, lint):
+def test_lint_returns_3_for_a_log_without_steps(tmp_path, lint):
     status, out, err = lint(table(tmp_path / "a.csv", []))
     assert (status, out) == (
         3,
         f"{tmp_path / 'a.csv'}: no steps (CSV)\n",
     ) and "no step has been logged" in err
-    assert lint(own(tmp_path / "log", []))[0] == 3
+    assert lint(write_fastclip_log(tmp_path / "log", []))[0] == 3
 
 
-def test_json(tmp_path, lint):
+def test_lint_json_has_an_object_for_each_log(tmp_path, lint):
     bad = table(tmp_path / "bad.csv", [*calm(50), (50, NAN, NAN)])
     status, out, err = lint("--json", bad, tmp_path / "none")
     first, second = json.loads(out)
@@ -260,7 +260,7 @@ def test_json(tmp_path, lint):
     assert second == {"log": str(tmp_path / "none"), "verdict": "unreadable", "status": 3, "error": message}
 
 
-def test_events_of_ranks_count_once():
+def test_verdict_of_counts_an_event_of_several_ranks_once():
     event = Event("loss_spike", 3, "warning", "m")
     records = {rank: [Record(3, rank=rank, loss=1.0, events=[event])] for rank in range(4)}
     (finding,) = verdict_of(Run(records, "test")).findings
@@ -268,12 +268,12 @@ def test_events_of_ranks_count_once():
     records[2].append(Record(5, events=[Event("loss_spike", 5, "error", "worse")]))
     found = verdict_of(Run(records, "test"))
     assert found.status == 2 and found.steps == 2
-    assert str(found.findings[0]) == "error: loss_spike: told 2 times, first in step 5: worse"
+    assert str(found.findings[0]) == "error: loss_spike: reported 2 times, first in step 5: worse"
     info = {0: [Record(3, events=[Event("loss_spike", 3, "info", "small")])]}
     assert verdict_of(Run(info, "test")).status == 0
 
 
-def test_an_infinite_limit_is_no_number_of_json():
+def test_verdict_to_dict_has_no_infinite_limit():
     records = [clipped(i, 0.5, max_norm=math.inf) for i in range(5)]
     json.dumps(verdict_of(Run({0: records}, "test")).to_dict(), allow_nan=False)
 
@@ -281,7 +281,7 @@ def test_an_infinite_limit_is_no_number_of_json():
 # Other commands on logs of others.
 
 
-def test_diagnose_a_log_of_others(tmp_path, lint):
+def test_diagnose_reads_a_log_of_another_program(tmp_path, lint):
     rows = [(s, loss, norm, 1e-3 * (s + 1)) for s, loss, norm in calm(100)]
     rows += [
         (100 + i, loss, norm, 0.1) for i, (loss, norm) in enumerate([(2.0, 1.0), (2.1, 1.1), (NAN, NAN)])
@@ -293,7 +293,7 @@ def test_diagnose_a_log_of_others(tmp_path, lint):
     assert lines[0] == "Event      step 102: error: nonfinite: the loss is nan; the gradient norm is nan"
     assert lines[1].startswith("Warned     1 step before, at step 101: warning: norm_growth")
     assert any("the learning rate was rising" in line for line in lines)
-    assert lines[-1] == "The log (CSV) tells nothing of batches, parameters or modules."
+    assert lines[-1] == "The log (CSV) has no information on batches, parameters or modules."
     assert lint(table(tmp_path / "b.csv", calm(50)), command="diagnose") == (
         0,
         "No event: nothing to explain.\n",
@@ -301,20 +301,20 @@ def test_diagnose_a_log_of_others(tmp_path, lint):
     )
 
 
-def test_recommend_from_a_log_of_others(tmp_path, lint):
+def test_recommend_reads_a_log_of_another_program(tmp_path, lint):
     data = Path(__file__).parents[1] / "data" / "gpt2_124m_train.csv.gz"
     shutil.copy(data, tmp_path)
     status, out, err = lint(tmp_path, command="recommend")
     assert (status, err) == (0, "") and out.startswith("max_norm 0.26\n")
-    assert "(current)" not in out, "the log tells no limit"
+    assert "(current)" not in out, "the log has no limit"
     losses = table(tmp_path / "losses.csv", [(s, loss) for s, loss, _ in calm(100)], COLUMNS[:2])
     status, out, _ = lint(losses, command="recommend")
     assert status == 1 and out.startswith("0 steps with a finite norm")
 
 
-def test_read_run_and_verdict_agree_with_the_monitor(tmp_path):
-    """The events of fastclip's own log are those that the monitor told, not found anew."""
+def test_verdict_of_uses_the_events_of_the_monitor(tmp_path):
+    """The events of fastclip's own log are those that the monitor reported, not inferred ones."""
     records = [Record(s, loss=2.0) for s in range(30)]
     records[20].events = [Event("bad_batch", 20, "error", "batch tensor 0 holds 1 NaN")]
-    run = read_run(own(tmp_path / "log", records))
-    assert not run.judged and verdict_of(run).findings[0].kind == "bad_batch"
+    run = read_run(write_fastclip_log(tmp_path / "log", records))
+    assert not run.inferred and verdict_of(run).findings[0].kind == "bad_batch"

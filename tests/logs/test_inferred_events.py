@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Events found afterwards in logs of others: none in a healthy run, however few of its steps were logged."""
+"""Events inferred from a log: none in a healthy run, however few of its steps were logged."""
 
 import math
 
 import pytest
 
-from fastclip.logs.inferred_events import judge, stride_of
+from fastclip.logs.inferred_events import infer_events, stride_of
 from fastclip.monitor import Record, diagnose, recommend
 from helpers.records import BLOOM_LOSSES, BLOOM_NORMS, INF, NAN, clipped, gpt2, lognormal, seeded
 
@@ -16,12 +16,12 @@ def steps():
 
 
 def events(records, counted=False):
-    judge(records, counted)
+    infer_events(records, counted)
     return [event for record in records for event in record.events]
 
 
 def calm(count, stride=1, first=0, **fields):
-    """Rows of a run in which nothing happens, as a logger without limit and counts leaves them."""
+    """Return the records of a run in which nothing happens, from a log without limit and counts."""
     rng = seeded()
     return [
         Record(
@@ -32,15 +32,15 @@ def calm(count, stride=1, first=0, **fields):
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 10, 20, 50, 100, 500])
-def test_no_false_alarm_in_a_healthy_run_of_which_every_nth_step_was_logged(steps, every):
+def test_infer_events_is_silent_on_every_nth_step_of_a_healthy_run(steps, every):
     for start in {0, every - 1} if every > 2 else {0}:
         rows = [clipped(s, norm, loss=loss, lr=[lr]) for s, loss, lr, norm in steps[start::every]]
         assert stride_of(rows) == every
         assert events(rows) == []
 
 
-def test_nor_where_the_loss_is_the_mean_since_the_row_before(steps):
-    """As the Trainer logs it: the norm is that of the last step alone."""
+def test_infer_events_is_silent_on_mean_losses_of_a_healthy_run(steps):
+    """The Trainer logs the mean loss since the row before, and the norm of the last step."""
     for every in (10, 50):
         chunks = [steps[i : i + every] for i in range(0, len(steps), every)]
         rows = [Record(c[-1][0], loss=sum(s[1] for s in c) / len(c), total_norm=c[-1][3]) for c in chunks]
@@ -48,7 +48,7 @@ def test_nor_where_the_loss_is_the_mean_since_the_row_before(steps):
 
 
 @pytest.mark.parametrize("every", [10, 100])
-def test_a_norm_that_creeps_over_thousands_of_steps_is_healthy(every):
+def test_infer_events_ignores_a_norm_that_creeps_over_thousands_of_steps(every):
     """Up to fourfold in the course of the run, as at the end of long trainings."""
     rows = calm(1000, every)
     for i, row in enumerate(rows):
@@ -60,7 +60,7 @@ def test_a_norm_that_creeps_over_thousands_of_steps_is_healthy(every):
     assert {e.kind for e in events(rows)} == {"norm_drift"}, "within a thousand steps it is not"
 
 
-def test_a_norm_that_triples_within_a_few_rows_of_a_sparse_log_is_healthy_and_in_a_dense_one_it_is_not():
+def test_infer_events_reports_a_norm_that_triples_in_a_dense_log_only():
     for every, kinds in ((100, set()), (1, {"norm_growth"})):
         rows = calm(300, every)
         for i, row in enumerate(rows):
@@ -69,7 +69,7 @@ def test_a_norm_that_triples_within_a_few_rows_of_a_sparse_log_is_healthy_and_in
 
 
 @pytest.mark.parametrize("every", [1, 10, 500])
-def test_the_first_spike_of_bloom_is_seen_at_any_stride(every):
+def test_infer_events_reports_the_bloom_spike_at_any_stride(every):
     rows = calm(60, every)
     for norm, loss in zip(BLOOM_NORMS, BLOOM_LOSSES, strict=True):
         rows.append(Record(rows[-1].step + every, loss=loss, total_norm=norm))
@@ -84,7 +84,7 @@ def test_the_first_spike_of_bloom_is_seen_at_any_stride(every):
 
 
 @pytest.mark.parametrize("every", [1, 100])
-def test_what_lasts_is_one_event(every):
+def test_infer_events_reports_a_persistent_condition_once(every):
     rows = calm(100, every)
     for row in rows[60:70]:
         row.total_norm *= 4
@@ -92,7 +92,7 @@ def test_what_lasts_is_one_event(every):
     assert [e.kind for e in found] == ["norm_growth"] and found[0].step == rows[61].step
 
 
-def test_clipping_is_judged_where_a_limit_is_known():
+def test_infer_events_reports_clip_share_if_the_limit_is_known():
     for every, rows in ((1, 250), (10, 60)):
         known = [clipped(every * i, 2.0, loss=2.0) for i in range(rows)]
         found = events(known)
@@ -104,7 +104,7 @@ def test_clipping_is_judged_where_a_limit_is_known():
 # NaN and Inf.
 
 
-def test_of_counts_that_nobody_made_nothing_is_said():
+def test_infer_events_does_not_mention_counts_that_were_not_logged():
     rows = calm(20)
     rows[-1].total_norm, rows[-1].loss = NAN, NAN
     (event,) = events(rows)
@@ -116,12 +116,12 @@ def test_of_counts_that_nobody_made_nothing_is_said():
     assert event.values["nan_count"] == 3
 
 
-def test_a_norm_that_comes_back_did_no_harm():
+def test_infer_events_warns_of_a_nonfinite_norm_that_recovers():
     rows = calm(20)
     rows[3].total_norm, rows[15].total_norm = INF, NAN
     found = events(rows)
     assert [(e.step, e.severity) for e in found] == [(3, "warning"), (15, "warning")]
-    assert found[0].message.endswith("later norms are finite, so the step was left out or changed nothing")
+    assert found[0].message.endswith("later norms are finite, so the step was skipped or changed nothing")
     for row in rows[15:]:
         row.total_norm = NAN
     assert [(e.step, e.severity) for e in events(rows)] == [
@@ -141,8 +141,8 @@ def scaled(scales, bad, every=1):
     return rows
 
 
-def test_overflows_are_told_by_the_loss_scale():
-    """Logged before the step or after it: the step with the infinite norm is the one that was left out."""
+def test_infer_events_finds_skipped_steps_from_the_loss_scale():
+    """The scale is logged before the step or after it: the step with the infinite norm was skipped."""
     before = scaled([65536.0, 65536.0, 32768.0, 16384.0, 16384.0], bad=(1, 2))
     after = scaled([65536.0, 32768.0, 16384.0, 16384.0, 16384.0], bad=(1, 2))
     for rows in (before, after):
@@ -153,22 +153,22 @@ def test_overflows_are_told_by_the_loss_scale():
     assert events(scaled([1024.0, 512.0, 512.0, 1024.0, 512.0], bad=())) == []
 
 
-def test_a_loss_scale_that_collapses():
+def test_infer_events_reports_a_collapsing_loss_scale():
     scales = [2.0**16] * 20 + [2.0 ** (15 - i) for i in range(20)]
     found = events(scaled(scales, bad=range(20, 40)))
     kinds = [(e.kind, e.severity) for e in found if e.kind == "loss_scale"]
     assert kinds[0] == ("loss_scale", "warning") and kinds[-1] == ("loss_scale", "error")
 
 
-def test_what_was_counted_is_not_inferred():
+def test_infer_events_keeps_logged_overflows():
     rows = scaled([1024.0, 512.0, 512.0], bad=(1,))
     for row in rows:
         row.overflows = 7
-    judge(rows)
+    infer_events(rows)
     assert [r.overflows for r in rows] == [7, 7, 7] and rows[1].applied is None
 
 
-def test_stride():
+def test_stride_of_is_the_median_distance():
     assert stride_of([]) == stride_of([Record(3, loss=1.0)]) == 1
     assert stride_of([Record(s, loss=1.0) for s in (1, 10, 20, 30, 35)]) == 10
     both = [Record(s, loss=1.0 if s % 10 == 0 else None, lr=[0.1]) for s in range(100)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Logs of others as runs: every format, the names of their columns, directories, and what is no log."""
+"""read_run: every format, the names of columns, directories, and files that are not logs."""
 
 import builtins
 import gzip
@@ -9,10 +9,10 @@ import os
 
 import pytest
 
-from fastclip.logs import read_run
+from fastclip.logs import read_run, text_files
 from fastclip.monitor import Event, Record
 from fastclip.monitor.sinks import JsonlSink, LogError
-from helpers.log_samples import LOG, TABLES, event_file, state
+from helpers.log_samples import LOG, TABLES, event_file, trainer_state_json
 from helpers.records import INF, NAN, gpt2
 
 
@@ -23,21 +23,21 @@ def put(path, text):
 
 
 def numbers(run, *fields):
-    """(step, fields) of each record of rank 0."""
+    """Return (step, fields) of each record of rank 0."""
     return [(r.step, *(getattr(r, field) for field in fields)) for r in run.records[0]]
 
 
 def same(found, wanted):
-    """Equal, and NaN in the same places."""
+    """Return whether both are equal and have NaN in the same places."""
     return repr(found) == repr(wanted)
 
 
 # Tables.
 
 
-def test_the_log_of_gpt2():
+def test_read_run_reads_the_gpt2_log():
     run = read_run(LOG)
-    assert (run.source, run.judged, run.stride, run.warnings) == ("CSV", True, 1, [])
+    assert (run.source, run.inferred, run.stride, run.warnings) == ("CSV", True, 1, [])
     assert [*run.records] == [0]
     steps = gpt2()
     assert numbers(run, "loss", "total_norm") == [(s, loss, norm) for s, loss, _, norm in steps]
@@ -48,18 +48,18 @@ def test_the_log_of_gpt2():
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
-def test_tables(tmp_path, name, packed):
+def test_read_run_reads_tables(tmp_path, name, packed):
     text, source = TABLES[name]
     path = put(tmp_path / "log", gzip.compress(text.encode()) if packed else text)
     run = read_run(path)
-    assert run.source == source and run.judged
+    assert run.source == source and run.inferred
     assert numbers(run, "loss", "total_norm")[:2] == [(1, 2.5, 0.5), (2, 2.25, 0.75)]
     assert len(run.records[0]) == 2 + (name == "resumed")
-    assert run.warnings == [f"{path}: 2 steps come again, as in a resumed run; of each the one written last "
+    assert run.warnings == [f"{path}: 2 steps appear more than once, as in a resumed run; the last of each "
                             "was kept"] * (name == "resumed")  # fmt: skip
 
 
-def test_every_field(tmp_path):
+def test_read_run_reads_every_field(tmp_path):
     row = {"global_step": 7, "train/loss": 2.5, "grad_norm": 4.0, "lr/group0": 0.25, "lr/group1": 0.5}
     row |= {"amp/scale": 1, "loss_scale": 1024, "max_norm": 1.0, "nan_count": 3, "inf_count": 0}
     row |= {"param_norm": 30.0, "tokens_per_sec": 1e5, "samples_per_second": 50, "_timestamp": 1.7e9}
@@ -75,12 +75,12 @@ def test_every_field(tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "inf", "nan"])
-def test_a_limit_that_means_none(tmp_path, limit):
+def test_read_run_takes_a_limit_of_0_or_inf_for_none(tmp_path, limit):
     (record,) = read_run(put(tmp_path / "a.csv", f"step,grad_norm,grad_clip\n1,4.0,{limit}\n")).records[0]
     assert record.max_norm is None and record.clipped is None
 
 
-def test_numbers_as_they_are_spelled(tmp_path):
+def test_read_run_parses_spellings_of_numbers(tmp_path):
     cells = ["nan", "NaN", "inf", "-Infinity", "1e-3", " 2 ", "None", "null", "N/A", ""]
     text = "step,loss,lr\n" + "".join(f"{i},{cell},1\n" for i, cell in enumerate(cells))
     found = [loss for _, loss in numbers(read_run(put(tmp_path / "a.csv", text)), "loss")]
@@ -90,17 +90,18 @@ def test_numbers_as_they_are_spelled(tmp_path):
     assert same(numbers(read_run(put(tmp_path / "a.jsonl", text)), "loss"), [(0, NAN), (1, -INF), (3, NAN)])
 
 
-def test_rows_are_counted_where_no_column_names_the_step(tmp_path):
+def test_read_run_numbers_rows_without_a_step_column(tmp_path):
     run = read_run(put(tmp_path / "a.csv", "epoch,loss\n0,3\n0,\n0,2\n1,1\n"))
     assert numbers(run, "loss") == [(0, 3.0), (1, 2.0), (2, 1.0)]
-    assert run.warnings == [f"{tmp_path / 'a.csv'}: no column names the step: rows were counted, from 0"]
+    assert run.warnings == [f"{tmp_path / 'a.csv'}: no column holds the step: rows were numbered from 0"]
     text = "epoch,iter,loss\n" + "".join(f"{e},{i},{10 * e + i}\n" for e in range(3) for i in range(4))
     run = read_run(put(tmp_path / "b.csv", text))
     assert [s for s, _ in numbers(run, "loss")] == [*range(12)]
-    assert "the steps of 'iter' begin anew: rows were counted" in run.warnings[0] and len(run.warnings) == 1
+    assert len(run.warnings) == 1
+    assert "the steps in column 'iter' restart: rows were numbered from 0 instead" in run.warnings[0]
     run = read_run(put(tmp_path / "c.csv", "step,loss\n,3\n4,2\n,\n"))
     assert numbers(run, "loss") == [(4, 2.0)]
-    assert run.warnings == [f"{tmp_path / 'c.csv'}: 1 rows without a step in 'step' were left out"]
+    assert run.warnings == [f"{tmp_path / 'c.csv'}: ignored rows without a step in column 'step': 1"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_rows_are_counted_where_no_column_names_the_step(tmp_path):
         ("total_steps,current_steps,loss,lr", {"step": "current_steps"}),
     ],
 )
-def test_which_column_is_taken(tmp_path, columns, chosen):
+def test_read_run_chooses_columns(tmp_path, columns, chosen):
     path = put(tmp_path / "a.csv", f"{columns}\n" + ",".join("1" for _ in columns.split(",")) + "\n")
     found = read_run(path).headers[0]["columns"]
     assert {field: found.get(field) for field in chosen} == chosen
@@ -126,26 +127,26 @@ def test_which_column_is_taken(tmp_path, columns, chosen):
 # The Trainer of Transformers.
 
 
-def test_trainer_state(tmp_path):
+def test_read_run_reads_a_trainer_state(tmp_path):
     entries = [
         {"epoch": 0.1, "grad_norm": 1.5, "learning_rate": 5e-05, "loss": 2.5, "step": 10},
         {"epoch": 0.1, "eval_loss": 9.0, "eval_runtime": 1.0, "step": 10},
         {"grad_norm": "2.5", "learning_rate": 4e-05, "loss": 2.0, "step": 20},
         {"eval_loss": 8.0, "step": 25},
-        {"grad_norm": {"value": 0.5}, "loss": 1.5, "step": 30},
+        {"grad_norm": 0.5, "loss": 1.5, "step": 30},
         {"grad_norm": NAN, "learning_rate": 1e-05, "loss": 0.0, "step": 40},
         {"epoch": 1.0, "train_loss": 5.0, "train_runtime": 3.0, "total_flos": 1, "step": 40},
     ]
-    path = put(tmp_path / "trainer_state.json", state(*entries))
+    path = put(tmp_path / "trainer_state.json", trainer_state_json(*entries))
     for run in (read_run(path), read_run(tmp_path)):
-        assert (run.source, run.stride, run.judged) == ("Transformers trainer_state.json", 10, True)
+        assert (run.source, run.stride, run.inferred) == ("Transformers trainer_state.json", 10, True)
         found = numbers(run, "loss", "total_norm", "lr")
         assert same(found, [(10, 2.5, 1.5, [5e-05]), (20, 2.0, 2.5, [4e-05]), (30, 1.5, 0.5, []),
                             (40, 0.0, NAN, [1e-05])])  # fmt: skip
         assert run.headers == {0: {"global_step": 40, "logging_steps": 10}}
         assert run.warnings == [
-            f"{path if run.warnings[0].startswith(str(path)) else tmp_path}: about 10 steps lie between two "
-            "records: events are those of the records"
+            f"{path if run.warnings[0].startswith(str(path)) else tmp_path}: records are about 10 steps "
+            "apart: events between them cannot be seen"
         ]
         (event,) = run.records[0][-1].events
         assert (event.step, event.message) == (40, "the gradient norm is nan")
@@ -153,31 +154,36 @@ def test_trainer_state(tmp_path):
     assert same(numbers(read_run(line), "loss"), numbers(run, "loss"))
 
 
-def test_the_newest_checkpoint(tmp_path):
+def test_read_run_reads_the_newest_checkpoint(tmp_path):
     for number in (9, 20, 100):
-        put(tmp_path / f"checkpoint-{number}" / "trainer_state.json", state({"loss": 1.0, "step": number}))
+        put(
+            tmp_path / f"checkpoint-{number}" / "trainer_state.json",
+            trainer_state_json({"loss": 1.0, "step": number}),
+        )
     (tmp_path / "checkpoint-200").mkdir()
     run = read_run(tmp_path)
-    assert numbers(run) == [(100,)] and "newest checkpoint was read, checkpoint-100" in run.warnings[0]
-    put(tmp_path / "trainer_state.json", state({"loss": 1.0, "step": 101}))
+    assert numbers(run) == [(100,)] and "read the newest checkpoint, checkpoint-100" in run.warnings[0]
+    put(tmp_path / "trainer_state.json", trainer_state_json({"loss": 1.0, "step": 101}))
     assert numbers(read_run(tmp_path)) == [(101,)]
 
 
-def test_the_trainer_logs_0_for_a_loss_that_is_nan(tmp_path):
+def test_read_run_infers_a_nan_loss_that_the_trainer_logs_as_0(tmp_path):
     losses = [2.0, 0.0, 1.5, 0.0, 0.0, 0.0]
     entries = [{"loss": loss, "step": 10 * i} for i, loss in enumerate(losses)]
-    run = read_run(put(tmp_path / "a.json", state(*entries)))
+    run = read_run(put(tmp_path / "a.json", trainer_state_json(*entries)))
     (event,) = [e for r in run.records[0] for e in r.events]
     assert (event.kind, event.severity, event.step) == ("nonfinite", "warning", 30)
     for entry in entries:
         entry["grad_norm"] = 0.01
-    assert not any(r.events for r in read_run(put(tmp_path / "a.json", state(*entries))).records[0])
+    assert not any(
+        r.events for r in read_run(put(tmp_path / "a.json", trainer_state_json(*entries))).records[0]
+    )
 
 
 # TensorBoard.
 
 
-def test_event_files_of_others(tmp_path):
+def test_read_run_reads_event_files_of_other_programs(tmp_path):
     series = {
         "train/loss": [(1, 2.5), (2, 2.25)],
         "train/grad_norm": [(1, 0.5), (2, NAN)],
@@ -187,14 +193,14 @@ def test_event_files_of_others(tmp_path):
     file = event_file(tmp_path / "run", series)
     for path in (file, tmp_path / "run"):
         run = read_run(path)
-        assert (run.source, run.judged, run.warnings) == ("TensorBoard event files", True, [])
+        assert (run.source, run.inferred, run.warnings) == ("TensorBoard event files", True, [])
         assert same(numbers(run, "loss", "total_norm", "lr"), [(1, 2.5, 0.5, []), (2, 2.25, NAN, [0.25])])
         assert run.records[0][0].time > 1.7e9
     run = read_run(tmp_path)
-    assert len(run.records[0]) == 2 and run.warnings == [f"{tmp_path}: the run in run was read"]
+    assert len(run.records[0]) == 2 and run.warnings == [f"{tmp_path}: read the run in run"]
 
 
-def test_the_newer_form_of_scalars(tmp_path):
+def test_read_run_reads_scalars_in_tensor_form(tmp_path):
     from tensorboard.compat.proto.event_pb2 import Event as TensorBoardEvent
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -210,15 +216,15 @@ def test_the_newer_form_of_scalars(tmp_path):
     assert numbers(run, "loss", "time") == [(0, 0.5, 0.0), (1, 1.5, 0.0), (2, 2.5, 0.0)]
 
 
-def test_resumed_event_files(tmp_path):
+def test_read_run_keeps_the_last_step_of_resumed_event_files(tmp_path):
     event_file(tmp_path, {"loss": [(s, 1.0) for s in range(6)]}, name="-1")
     event_file(tmp_path, {"loss": [(s, 2.0) for s in range(4, 8)]}, name="-2")
     run = read_run(tmp_path)
     assert numbers(run, "loss") == [(s, 1.0 + (s >= 4)) for s in range(8)]
-    assert "2 steps come again" in run.warnings[0]
+    assert "2 steps appear more than once" in run.warnings[0]
 
 
-def test_event_files_with_purge_step(tmp_path):
+def test_read_run_honours_purge_step_in_event_files(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     event_file(tmp_path, {"loss": [(s, 1.0) for s in range(6)]}, name="-1")
@@ -227,7 +233,7 @@ def test_event_files_with_purge_step(tmp_path):
     assert numbers(read_run(tmp_path), "loss") == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]
 
 
-def test_a_truncated_event_file_is_read_up_to_there(tmp_path):
+def test_read_run_reads_a_truncated_event_file_up_to_the_damage(tmp_path):
     file = event_file(tmp_path, {"loss": [(s, 1.0) for s in range(6)]})
     content = file.read_bytes()
     file.write_bytes(content[:-5])
@@ -241,7 +247,7 @@ def test_a_truncated_event_file_is_read_up_to_there(tmp_path):
         read_run(file)
 
 
-def test_several_runs_are_named(tmp_path):
+def test_read_run_names_several_runs_in_its_error(tmp_path):
     for name in ("a", "b"):
         event_file(tmp_path / name, {"loss": [(1, 1.0)]})
     event_file(tmp_path / "a" / "hparams", {"hparam/accuracy": [(1, 1.0)]})
@@ -258,7 +264,7 @@ def test_several_runs_are_named(tmp_path):
     )
 
 
-def test_tensorboard_is_not_installed(tmp_path, monkeypatch, capsys):
+def test_read_run_raises_without_tensorboard(tmp_path, monkeypatch, capsys):
     from fastclip.cli import main
 
     event_file(tmp_path, {"loss": [(1, 1.0)]})
@@ -280,32 +286,32 @@ def test_tensorboard_is_not_installed(tmp_path, monkeypatch, capsys):
 # fastclip's own log, and directories.
 
 
-def own(directory, steps, rank=0):
+def write_fastclip_log(directory, steps, rank=0):
     sink = JsonlSink(directory, rank, header={"note": "x"})
     for step in steps:
         sink.write(Record(step, loss=1.0, events=[Event("loss_spike", step, "warning", "m")]).to_dict())
     sink.close()
 
 
-def test_own_log(tmp_path):
+def test_read_run_reads_fastclips_own_log(tmp_path):
     for rank in (0, 1):
-        own(tmp_path / "log", range(rank + 2), rank)
+        write_fastclip_log(tmp_path / "log", range(rank + 2), rank)
     run = read_run(tmp_path / "log")
-    assert (run.source, run.judged, run.warnings) == ("fastclip log", False, [])
+    assert (run.source, run.inferred, run.warnings) == ("fastclip log", False, [])
     assert {rank: len(its) for rank, its in run.records.items()} == {0: 2, 1: 3}
     assert run.headers[1]["rank"] == 1 and run.headers[0]["note"] == "x"
     assert [e.kind for e in run.records[0][1].events] == ["loss_spike"]
     renamed = put(tmp_path / "other.log", (tmp_path / "log" / "rank00001.jsonl").read_bytes())
     assert read_run(renamed).source == "fastclip log" and [*read_run(renamed).records] == [1]
     run = read_run(tmp_path)
-    assert len(run.records) == 2 and run.warnings == [f"{tmp_path}: the run in log was read"]
+    assert len(run.records) == 2 and run.warnings == [f"{tmp_path}: read the run in log"]
 
 
-def test_directories(tmp_path):
+def test_read_run_searches_directories(tmp_path):
     put(tmp_path / "run" / "version_0" / "metrics.csv", "step,loss\n1,1\n")
     put(tmp_path / "run" / "version_0" / "hparams.yaml", "a: 1\n")
     run = read_run(tmp_path / "run")
-    assert numbers(run, "loss") == [(1, 1.0)] and "the run in version_0 was read" in run.warnings[0]
+    assert numbers(run, "loss") == [(1, 1.0)] and "read the run in version_0" in run.warnings[0]
     put(tmp_path / "run" / "version_1" / "metrics.csv", "step,loss\n1,1\n")
     with pytest.raises(LogError, match="run: expected one run, but got several: version_0, version_1$"):
         read_run(tmp_path / "run")
@@ -316,9 +322,9 @@ def test_directories(tmp_path):
         read_run(tmp_path / "tables")
 
 
-# What is no log.
+# Files that are not logs.
 
-WANTED = (
+EXPECTED = (
     "expected a column such as loss, train_loss, training_loss, grad_norm, gnorm, gradient_norm, loss_scale, "
     "amp_loss_scale, train_loss_scale, but got "
 )
@@ -328,9 +334,9 @@ BAD = {
     "binary": (b"\x93NUMPY\x01\0\xff\n\n", ": expected a log, but got a binary file"),
     "not UTF-8": (b"step,loss\n1,2\n2,\xff\xfe\n", ":3: expected text in UTF-8, but got the byte 0xff"),
     "not UTF-8 at all": ("step,loss\n".encode("utf-16"), ": expected a log, but got a binary file"),
-    "text": (b"Dear reader\nthis is a letter\n", f":1: {WANTED}'Dear reader'"),
-    "no usable column": (b"step,lr,val_loss\n1,2,3\n", f":1: {WANTED}'step', 'lr', 'val_loss'"),
-    "no header": (b"1,2,3\n4,5,6\n", f":1: {WANTED}'1', '2', '3'"),
+    "text": (b"Dear reader\nthis is a letter\n", f":1: {EXPECTED}'Dear reader'"),
+    "no usable column": (b"step,lr,val_loss\n1,2,3\n", f":1: {EXPECTED}'step', 'lr', 'val_loss'"),
+    "no header": (b"1,2,3\n4,5,6\n", f":1: {EXPECTED}'1', '2', '3'"),
     "two runs": (b"Step,a - loss,b - loss\n1,2,3\n", ":1: expected one run, but got several columns 'loss'"),
     "too many cells": (b"step,loss\n1,2,3\n", ":2: expected 2 cells, but got 3"),
     "too few cells": (b"step,loss\n1\n2,3\n", ":2: expected 2 cells, but got 1"),
@@ -341,7 +347,7 @@ BAD = {
         b'step,loss\n1,"' + b"x" * 200_000 + b'"\n',
         ":2: not CSV: field larger than field limit",
     ),
-    "JSON without a number": (b'{"a":1}\n{"b":2}\n', f": {WANTED}'a', 'b'"),
+    "JSON without a number": (b'{"a":1}\n{"b":2}\n', f": {EXPECTED}'a', 'b'"),
     "damaged JSON lines": (b'{"loss":1}\n{"loss":\n{"loss":2}\n', ":2: not JSON: Expecting value"),
     "a list a line": (b'{"loss":1}\n[1]\n', ":2: expected a JSON object, but got [1]"),
     "a huge number": (
@@ -351,7 +357,7 @@ BAD = {
     "a number of too many digits": (b'{"loss":' + b"1" * 5000 + b"}\n", ":1: not JSON: Exceeds the limit"),
     "deep JSON": (b'{"loss":' + b"[" * 100_000 + b"\n", ": not JSON: "),
     "a list as loss": (b'{"loss":[1,2]}\n', ":1: loss: expected a number, but got [1, 2]"),
-    "array of numbers": (b"[1, 2]", ": expected objects in the array, but got 1 at place 0"),
+    "array of numbers": (b"[1, 2]", ": expected objects in the array, but got 1 at index 0"),
     "damaged array": (b'[\n{"loss": 1},\n{"loss"\n]', ":4: not JSON: Expecting ':' delimiter"),
     "another object": (b'{\n"loss": 1\n}', ": expected JSON lines, or an object with log_history, but"),
     "history of numbers": (b'{"log_history": [1]}', ": log_history[0]: expected an object, but got 1"),
@@ -364,7 +370,7 @@ BAD = {
         b'{"log_history": [{"loss": 1}]}',
         ": log_history[0]: expected a step, but got n",
     ),
-    "truncated state": (state({"loss": 1, "step": 1})[:-30].encode(), ": not JSON: "),
+    "truncated state": (trainer_state_json({"loss": 1, "step": 1})[:-30].encode(), ": not JSON: "),
     "truncated gzip": (gzip.compress(b"step,loss\n" * 1000)[:12], ": the compressed file ends too early"),
     "damaged gzip": (gzip.compress(os.urandom(3000))[:-1500] + b"\0" * 1500, ": "),
     "llm.c, damaged": (
@@ -376,7 +382,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_log_is_told_in_one_line(tmp_path, name):
+def test_read_run_refuses_a_damaged_file_in_one_line(tmp_path, name):
     content, words = BAD[name]
     path = put(tmp_path / "log.json", content)
     with pytest.raises(LogError) as caught:
@@ -387,7 +393,7 @@ def test_what_is_no_log_is_told_in_one_line(tmp_path, name):
     assert words in message, message
 
 
-def test_what_is_not_there(tmp_path):
+def test_read_run_raises_on_a_missing_log(tmp_path):
     for path, words in (
         (tmp_path / "none", "none: No such file or directory"),
         (tmp_path, "expected a directory with a file such as trainer_state.json, metrics.csv, events.out.tf"),
@@ -398,7 +404,7 @@ def test_what_is_not_there(tmp_path):
         assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_must_not_be_read(tmp_path, monkeypatch):
+def test_read_run_raises_without_permission(tmp_path, monkeypatch):
     path = put(tmp_path / "a.csv", "step,loss\n1,2\n")
     real = builtins.open
 
@@ -420,37 +426,35 @@ TORN = {
 
 
 @pytest.mark.parametrize("name", TORN)
-def test_a_torn_last_line_is_left_out(tmp_path, name):
+def test_read_run_ignores_a_torn_last_line(tmp_path, name):
     path = put(tmp_path / "log", TORN[name])
     run = read_run(path)
     assert numbers(run, "loss") == [(1, 2.0)]
     line = 3 if name == "CSV" else 2
-    assert run.warnings[0] == f"{path}:{line}: the last line is incomplete and was left out"
+    assert run.warnings[0] == f"{path}:{line}: the last line is incomplete and was ignored"
 
 
-def test_a_truncated_gzip_is_read_up_to_there(tmp_path):
+def test_read_run_reads_a_truncated_gzip_file_up_to_its_end(tmp_path):
     text = "step,loss\n" + "".join(f"{i},{math.sin(i)}\n" for i in range(5000))
     path = put(tmp_path / "a.csv.gz", gzip.compress(text.encode())[:-20_000])
     run = read_run(path)
     assert 1000 < len(run.records[0]) < 5000 and "the compressed file ends too early" in run.warnings[-1]
 
 
-def test_a_log_without_rows(tmp_path):
+def test_read_run_reads_a_log_without_rows(tmp_path):
     for text in ("step,loss\n", '{"step":1,"loss":null}\n'):
         run = read_run(put(tmp_path / "log", text))
         assert run.records == {0: []}
 
 
-def test_a_line_without_end(tmp_path, monkeypatch):
-    from fastclip.logs import text_files as files
-
-    monkeypatch.setattr(files, "LONGEST_LINE", 1000)
+def test_read_run_refuses_a_line_that_is_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 1000)
     path = put(tmp_path / "a.csv", "step,loss\n" + "1" * 2000)
     with pytest.raises(LogError, match=f"{path}:2: the line is longer than"):
         read_run(path)
 
 
-def test_a_gzip_that_is_damaged_far_from_its_beginning(tmp_path):
+def test_read_run_refuses_a_gzip_file_damaged_in_its_middle(tmp_path):
     text = "step,loss\n" + "".join(f"{i},{math.sin(i)}\n" for i in range(8000))
     content = bytearray(gzip.compress(text.encode()))
     content[-30_000:-29_000] = b"\xff" * 1000

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Damaged logs of every format: whatever bytes are lost or changed, they are read or refused in one line."""
+"""read_run with damaged logs of every format: they are read, or refused in one line."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ import pytest
 from fastclip.logs import read_run, verdict_of
 from fastclip.monitor import recommend
 from fastclip.monitor.sinks import LogError
-from helpers.log_samples import LOG, TABLES, event_file, state
+from helpers.log_samples import LOG, TABLES, event_file, trainer_state_json
 
 ROUNDS = 30  # of each format
 
@@ -23,7 +23,7 @@ def contents(tmp_path):
     texts = [(3, "- warning loss_spike: high")]
     found = {name: text.encode() for name, (text, _) in TABLES.items()}
     found["gzip"] = gzip.compress(gzip.decompress(LOG.read_bytes())[:3000])
-    found["trainer state"] = state(*entries).encode()
+    found["trainer state"] = trainer_state_json(*entries).encode()
     found["trainer state in a line"] = json.dumps({"log_history": entries}).encode()
     found["fastclip"] = (
         b'{"fastclip_log":1,"rank":0}\n' + b'{"step":0,"loss":1.0,"lr":[0.1],"events":[]}\n' * 3
@@ -58,7 +58,7 @@ def damaged(rng, content):
 
 
 @pytest.mark.parametrize("directory", [False, True], ids=["file", "directory"])
-def test_damaged_bytes(tmp_path, directory):
+def test_read_run_reads_or_refuses_damaged_bytes(tmp_path, directory):
     rng = random.Random(7)
     refused = read = 0
     for name, content in contents(tmp_path / "good").items():

@@ -301,15 +301,15 @@ def test_every_tag_of_a_real_run_is_documented_and_every_documented_tag_is_writt
 def test_a_real_run_is_read_back_completely(written):
     """What goes through the tags comes back as it stands in the log, in float32."""
     run, log = read_run(written[0]), read_run(written[1])
-    assert not run.judged and run.warnings == []
+    assert not run.inferred and run.warnings == []
     assert len(run.records[0]) == len(log.records[0]) == 12
     for found, wanted in zip(run.records[0], log.records[0], strict=True):
         assert scalars_of(found.to_dict()) == pytest.approx(
             scalars_of(wanted.to_dict()), rel=1e-6, abs=1e-30, nan_ok=True
         )
         assert abs(found.time - wanted.time) < 600
-        told = [(e.kind, e.severity, e.step, e.message) for e in wanted.events]
-        assert [(e.kind, e.severity, e.step, e.message) for e in found.events] == told
+        reported = [(e.kind, e.severity, e.step, e.message) for e in wanted.events]
+        assert [(e.kind, e.severity, e.step, e.message) for e in found.events] == reported
     assert {e.kind for e in run.records[0][9].events} >= {"nonfinite", "bad_batch"}
     assert type(run.records[0][9].nan_count) is int and run.records[0][9].applied is False
     assert verdict_of(run).status == verdict_of(log).status == 1  # the step was left out, two more followed
@@ -326,4 +326,4 @@ def test_events_that_were_only_counted_are_found_again(tmp_path):
             bad = {"loss": NAN, "events": [event]} if step == 2 else {}
             sink.write({"step": step, "loss": 1.0, "nan_count": 0, **bad})
     run = read_run(tmp_path)
-    assert run.judged and [e.message for r in run.records[0] for e in r.events] == ["the loss is nan"]
+    assert run.inferred and [e.message for r in run.records[0] for e in r.events] == ["the loss is nan"]
