@@ -125,7 +125,7 @@ class TrainerHooks:
         clears = batch_idx % trainer.accumulate_grad_batches == 0 and pl_module.automatic_optimization
         if self._steps.begun and clears:
             # Lightning clears the gradients of the batches before, which no step has used.
-            self.monitor._watcher.drop()
+            self.monitor.recorder.discard()
         self._steps.begun = True
         if self._tells_batches:
             sample_ids = None if self._sample_ids is None else self._sample_ids(batch)

@@ -145,7 +145,7 @@ class TrainerRun:
 
     def _numbers(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """What is told of the steps since the last time."""
-        self.monitor._poll()  # the Trainer has just waited for the device, too
+        self.monitor.pipeline.advance(wait=True)  # the Trainer has just waited for the device, too
         newest = itertools.takewhile(lambda r: r.step >= self._first_unlogged, reversed(self.monitor.records))
         records = list(newest)[::-1]
         if not records:

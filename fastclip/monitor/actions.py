@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What events make the monitor do."""
+"""The actions that events trigger."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .skip_latch import DECIDED_ON_THE_DEVICE
 Action = str | Callable[[Event], Any]
 Actions = Mapping[str, Action | Sequence[Action]]
 
-WORDS = ("log", "skip", "lower_lr", "stop", "raise")
-# Every process has to do these in the same step, or they part or wait for each other for ever.
-TOGETHER = ("lower_lr", "stop", "raise")
+NAMES = ("log", "skip", "lower_lr", "stop", "raise")
+# Every process has to take these in the same step, or their parameters diverge or they hang.
+JOINT = ("lower_lr", "stop", "raise")
 
 logger = logging.getLogger("fastclip.monitor")
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -37,18 +37,23 @@ class TrainingUnstable(RuntimeError):
 
 
 def require_actions(actions: Actions | None, kinds: Sequence[str]) -> dict[str, list[Action]]:
-    """The actions by kind or severity, each a list.
+    """Return the actions by kind or severity, each as a list.
+
+    Args:
+        actions: the argument of the monitor.
+        kinds: those of its detectors.
 
     Raises:
-        ValueError: a kind that no detector has, an unknown word, or "skip" for what the device cannot decide.
-        TypeError: an action that is no word and cannot be called.
+        ValueError: a kind that no detector has, an unknown action, or "skip" for an event that the device
+            cannot decide.
+        TypeError: an action that is neither a string nor callable.
     """
     checked: dict[str, list[Action]] = {}
     for key, given in (actions or {}).items():
         if key not in kinds and key not in SEVERITIES:
             known = ", ".join(map(repr, (*SEVERITIES, *kinds)))
             raise ValueError(
-                f"expected actions for severities and kinds of events ({known}), but got {key!r}"
+                f"expected the keys of actions to be severities or kinds of events ({known}), but got {key!r}"
             )
         listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
         for action in listed:
@@ -61,33 +66,34 @@ def _require_action(key: str, action: Any) -> None:
     if not isinstance(action, str):
         if not callable(action):
             raise TypeError(
-                f"expected the action for {key!r} to be a word or callable, but got {type(action).__name__}"
+                f"expected the action for {key!r} to be a string or callable, but got {type(action).__name__}"
             )
         return
-    if action not in WORDS:
-        words = ", ".join(map(repr, WORDS))
+    if action not in NAMES:
+        names = ", ".join(map(repr, NAMES))
         raise ValueError(
-            f"expected the action for {key!r} to be one of {words} or callable, but got {action!r}"
+            f"expected the action for {key!r} to be one of {names} or callable, but got {action!r}"
         )
     if action == "skip" and key not in DECIDED_ON_THE_DEVICE:
         kinds = ", ".join(map(repr, DECIDED_ON_THE_DEVICE))
         raise ValueError(
-            f"expected 'skip' only for events known before the update ({kinds}), but got it for {key!r}"
+            f"expected the action 'skip' only for events that are known before the update ({kinds}), but got "
+            f"it for {key!r}"
         )
 
 
 def actions_for(event: Event, actions: Mapping[str, list[Action]]) -> list[Action]:
-    """Those of its kind, else those of its severity. "skip" was done on the device."""
+    """Return the actions of its kind, else of its severity, without "skip", which the device has done."""
     return [a for a in actions.get(event.kind, actions.get(event.severity, [])) if a != "skip"]
 
 
 def log(event: Event) -> None:
-    """Into Python's logging, logger "fastclip.monitor"."""
+    """Log an event with Python's logger "fastclip.monitor"."""
     logger.log(_LEVELS[event.severity], "%s", event)
 
 
 def lower_learning_rates(optimizer: Optimizer, scheduler: Any, factor: float = 0.5) -> None:
-    """Multiply all learning rates, and what a scheduler of torch computes the next ones from."""
+    """Multiply all learning rates, and the rates from which torch's schedulers compute the next ones."""
     for group in optimizer.param_groups:
         for key in ("lr", "initial_lr", "max_lr", "min_lr"):
             if isinstance(group.get(key), Tensor):
@@ -96,20 +102,25 @@ def lower_learning_rates(optimizer: Optimizer, scheduler: Any, factor: float = 0
                 group[key] = group[key] * factor
     schedulers = [scheduler] if scheduler is not None else []
     while schedulers:
-        one = schedulers.pop()
+        current = schedulers.pop()
         for name in ("base_lrs", "max_lrs"):
-            if hasattr(one, name):
-                setattr(one, name, [rate * factor for rate in getattr(one, name)])
-        schedulers += getattr(one, "_schedulers", [])
+            if hasattr(current, name):
+                setattr(current, name, [rate * factor for rate in getattr(current, name)])
+        schedulers += getattr(current, "_schedulers", [])
 
 
-class Dispatcher:
-    """Does what events ask for: at once by itself, or together with the other processes.
+class ActionRunner:
+    """Takes the actions of events: at once on one process, else together with the other processes.
 
     Args:
         actions: as checked by :func:`require_actions`.
+        optimizer, scheduler: whose learning rates "lower_lr" lowers.
         world: number of processes.
-        compared: whether they tell each other their requests.
+        compared: whether the processes exchange their requests.
+
+    Attributes:
+        should_stop: whether "stop" was taken.
+        acts: whether there are actions that all processes have to take together.
 
     Raises:
         ValueError: several processes that do not compare, and an action that all have to take together.
@@ -124,25 +135,25 @@ class Dispatcher:
         compared: bool,
     ) -> None:
         used = {a for listed in actions.values() for a in listed if isinstance(a, str)}
-        together = sorted(used.intersection((*TOGETHER, "skip")))
+        together = sorted(used.intersection((*JOINT, "skip")))
         if together and world > 1 and not compared:
             raise ValueError(
-                f"expected compare_ranks=True with the actions {together} on {world} processes: they have to "
-                "be taken by all of them in the same step"
+                f"expected compare_ranks=True with the actions {together} on {world} processes, which all "
+                "have to take them in the same step"
             )
         self.acts = bool(together)
         self._actions, self._optimizer, self._scheduler = actions, optimizer, scheduler
         self._compared = compared
         self.should_stop = False
         self._raise: Event | None = None
-        # What the other processes are to be asked for, as bits, and the step of the last event that wants it.
+        # What to request of all processes, as bits of JOINT, and the step of the last event that wants it.
         self._wanted, self._step = 0, -1
-        self._asked: tuple[int, int] = (0, -1)  # the same, asked for and not yet done
+        self._requested: tuple[int, int] = (0, -1)  # the same, requested and not yet done
         self._lowered = -1  # events up to this step have lowered the learning rates
-        self._events: dict[str, Event] = {}  # of this process, by what they ask for
+        self._events: dict[str, Event] = {}  # events of this process by the joint action they request
 
-    def take(self, record: Record) -> None:
-        """Act on the events of a record, or keep what the other processes are to be asked for."""
+    def run(self, record: Record) -> None:
+        """Act on the events of a record, or keep what is to be requested of all processes."""
         wanted = 0
         for event in record.events:
             if event.severity != "info":
@@ -154,7 +165,7 @@ class Dispatcher:
                     if event.severity == "info":
                         log(event)
                 else:
-                    wanted |= 1 << TOGETHER.index(action)
+                    wanted |= 1 << JOINT.index(action)
                     self._events.setdefault(action, event)
         if not wanted:
             return
@@ -163,27 +174,27 @@ class Dispatcher:
             self._step = record.step
             return
         self._do(wanted, record.step)
-        if wanted >> TOGETHER.index("raise") & 1 and self._raise is None:
+        if wanted >> JOINT.index("raise") & 1 and self._raise is None:
             self._raise = self._events["raise"]
         self._events.clear()
 
-    def ask(self) -> tuple[int, int]:
-        """What the other processes are to be asked for now, as bits, and the step of the event."""
-        self._asked, self._wanted = (self._wanted, self._step), 0
-        return self._asked
+    def take_requests(self) -> tuple[int, int]:
+        """Return what to request of all processes now, as bits of JOINT, and the step of the event."""
+        self._requested, self._wanted = (self._wanted, self._step), 0
+        return self._requested
 
-    def act(self, step: int, requests: Sequence[float], steps: Sequence[float]) -> None:
-        """Do what any of the processes has asked for, at the same place of the same step on all of them.
+    def run_agreed(self, step: int, requests: Sequence[float], steps: Sequence[float]) -> None:
+        """Do what any of the processes has requested, at the same place of the same step on all of them.
 
         Args:
-            step: of this process, for the event.
-            requests, steps: what ask() has given on each rank.
+            step: the step of this process, for the event.
+            requests, steps: what take_requests() returned on each rank.
 
         Raises:
-            TrainingUnstable: one has asked for that. Here and not from the monitor's next call, which is not
-                the same one on every rank: those that are late would wait for ever.
+            TrainingUnstable: one has requested "raise". It is raised here and not from the monitor's next
+                call, which is not the same one on every rank: the others would hang.
         """
-        self._asked = (0, -1)
+        self._requested = (0, -1)
         agreed = 0
         for bits in requests:
             agreed |= int(bits)
@@ -191,28 +202,28 @@ class Dispatcher:
             return
         self._do(agreed, int(max(s for bits, s in zip(requests, steps, strict=True) if bits)))
         own, self._events = self._events, {}
-        if agreed >> TOGETHER.index("raise") & 1:
-            asking = next(r for r, bits in enumerate(requests) if int(bits) >> TOGETHER.index("raise") & 1)
-            message = f"an event of rank {asking}, of which its log tells, has asked to raise"
+        if agreed >> JOINT.index("raise") & 1:
+            asking = next(r for r, bits in enumerate(requests) if int(bits) >> JOINT.index("raise") & 1)
+            message = f'rank {asking} requested "raise"; see its log'
             other = Event("rank", step, "error", message, {"differing_rank": asking}, asking)
             raise TrainingUnstable(own.get("raise", other))
 
     def _do(self, wanted: int, step: int) -> None:
-        # One event that several processes have seen may arrive one step later at some of them.
-        if wanted >> TOGETHER.index("lower_lr") & 1 and step > self._lowered:
+        # Some processes may see one and the same event a step later than others.
+        if wanted >> JOINT.index("lower_lr") & 1 and step > self._lowered:
             self._lowered = step
             lower_learning_rates(self._optimizer, self._scheduler)
-        self.should_stop |= bool(wanted >> TOGETHER.index("stop") & 1)
+        self.should_stop |= bool(wanted >> JOINT.index("stop") & 1)
 
-    def raise_if_asked(self) -> None:
-        """Raises TrainingUnstable once for an event whose action is "raise"."""
+    def raise_if_requested(self) -> None:
+        """Raise TrainingUnstable, once, for an event whose action is "raise"."""
         event, self._raise = self._raise, None
         if event is not None:
             raise TrainingUnstable(event)
 
     def state_dict(self) -> dict[str, int]:
-        """What was asked for and not done, and for which events the learning rates were lowered."""
-        bits, step = self._asked
+        """Return what was requested and not done, and up to which step learning rates were lowered."""
+        bits, step = self._requested
         return {"wanted": self._wanted | bits, "step": max(self._step, step), "lowered": self._lowered}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -12,32 +12,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collect import MaxNorm
-from ..policies import Policy
 from . import arguments
-from .actions import Actions, Dispatcher, require_actions
-from .async_copy import LateValues, Value
+from .actions import ActionRunner, Actions, require_actions
 from .detectors import Detector, default_detectors
 from .diagnosis.diagnose import Diagnosis, diagnose
 from .diagnosis.overview import run_overview
 from .diagnosis.recommend import Recommendation, recommend
-from .history import History
 from .incidents.capture import Capture, CapturedTraining
 from .incidents.options import Incidents
 from .measure.activations import ActivationStatistics, TokenIds, chosen_modules
 from .measure.weights import WeightStatistics
-from .open_step import OpenStep
 from .parameter_names import ParameterNames
-from .rank_sync import Ranks
+from .rank_sync import RankSync
 from .record import Event
-from .record_builder import RecordMaker
+from .record_builder import RecordBuilder
 from .sinks import SinkGroup
 from .skip_latch import SkipLatch
-from .step_recorder import Parts, Watcher
-from .suppress import guarded
+from .state import MonitorState
+from .step_decision import StepDecision
+from .step_pipeline import StepPipeline
+from .step_recorder import StepRecorder
 
 
 class Monitor:
-    """Watches a training loop: records every step, warns before it fails, tells where to look.
+    """Watches a training loop: records every step, warns before it fails, says where to look.
 
     ::
 
@@ -51,33 +49,34 @@ class Monitor:
             optimizer.zero_grad()
 
     Gradients accumulated over several batches, each with its ``batch`` and ``loss``, are one step; it ends
-    with ``optimizer.step()``, or with what a scaler does in its place. The monitor waits for no device:
-    numbers of a GPU arrive about one step late, those of a CPU at once; :data:`fastclip.monitor.MEANINGS`
-    tells what they are. A defect of its own is a warning. Steps captured in a CUDA graph are not seen.
+    with ``optimizer.step()``, or with what a scaler does in its place. The monitor does not wait for a
+    device: a record is complete at once on a CPU, about one step late on a GPU. Its fields are explained in
+    :data:`fastclip.monitor.MEANINGS`. A defect of the monitor is a warning. Steps captured in a CUDA graph
+    are not seen.
 
     Args:
         model: gives names, embeddings and modules.
         optimizer: any that :func:`fastclip.attach` takes.
-        max_norm: attach the optimizer with this limit. None with an optimizer that is attached: its handle is
-            read. None with another: observe only; gradients and steps stay as they are.
+        max_norm: attach the optimizer with this limit. None: use the handle of an attached optimizer; with
+            another optimizer observe only, so that gradients and steps stay as they are.
         scheduler: the learning rate scheduler, for the action "lower_lr".
         scaler: the loss scaler, torch's or fastclip's.
-        log_dir: directory of the log, a file a rank; None for none.
-        sinks: further ones, see :func:`fastclip.monitor.sinks.as_sink`.
+        log_dir: directory of the log, one file per rank; None for none.
+        sinks: further sinks, see :func:`fastclip.monitor.sinks.as_sink`.
         activations: names of modules whose outputs are measured, or "leaf" for all without children.
-        activations_every, weights_every: how many steps apart activations, and parameter norm and update
-            ratios, are measured; always in steps 0, 1, 2, 4, 8, 16 and 32; 0 for never.
-        max_copy_bytes: what copies of parameters may take while a step is measured.
-        detectors: in place of :func:`fastclip.monitor.default_detectors`.
-        num_classes: labels from here on are out of range.
-        actions: what events do, by kind or severity: "log", "skip" (leave the step out; for "nonfinite",
+        activations_every, weights_every: steps between two measurements of activations, and of parameter norm
+            and update ratios; steps 0, 1, 2, 4, 8, 16 and 32 are always measured; 0 for never.
+        max_copy_bytes: memory for copies of parameters while a step is measured.
+        detectors: replaces :func:`fastclip.monitor.default_detectors`.
+        num_classes: labels >= num_classes are out of range.
+        actions: what events do, by kind or severity: "log", "skip" (skip the step; for "nonfinite",
             "norm_spike" and "loss_spike", decided on the device, for the last two by the rule of
             :class:`fastclip.policies.SpikeSkip`), "lower_lr" (halve it), "stop" (``should_stop`` becomes
             True), "raise" (TrainingUnstable, from the next call of the monitor; with several processes from
             their next optimizer.step()), any callable, or a list. Several processes take all but callables
-            together, also where one alone has the event, and need the same actions on each.
+            together, even if only one has the event, and each needs the same actions.
             Warnings and errors are always logged.
-        compare_ranks: whether processes tell each other a few numbers a step, in one collective. None: if
+        compare_ranks: whether processes exchange a few numbers per step, in one collective. None: if
             torch.distributed is in use. Then every rank has to make a monitor.
 
         incidents: a directory, or :class:`fastclip.monitor.Incidents`: where steps that go wrong are saved,
@@ -86,11 +85,11 @@ class Monitor:
     Attributes:
         handle: the :class:`fastclip.Handle` of the optimizer.
         records, events: the last 5,000 Records and Events.
-        should_stop: whether an event asked to stop.
+        should_stop: whether an event requested to stop.
 
     Raises:
-        TypeError, ValueError: a mistaken argument; what :func:`fastclip.attach` raises.
-        RuntimeError: max_norm for an optimizer that is attached; a process without a monitor.
+        TypeError, ValueError: an invalid argument; what :func:`fastclip.attach` raises.
+        RuntimeError: max_norm for an optimizer that is already attached; a process without a monitor.
         OSError: log_dir cannot be written.
     """
 
@@ -125,72 +124,78 @@ class Monitor:
         checked = require_actions(actions, [detector.kind for detector in self.detectors])
         rank, world = arguments.rank_and_world()
         saving = Incidents(incidents) if isinstance(incidents, str) else incidents
-        held = arguments.held_kinds(checked, saving, optimizer, max_norm)
-        compared = arguments.compares(compare_ranks, world, held)
-        self._dispatcher = Dispatcher(checked, optimizer, scheduler, world, compared)
+        skipped_kinds = arguments.skipped_kinds(checked, saving, optimizer, max_norm)
+        compared = arguments.compares(compare_ranks, world, skipped_kinds)
+        self._actions = ActionRunner(checked, optimizer, scheduler, world, compared)
         self._sinks = SinkGroup(arguments.all_sinks(log_dir, sinks, rank, world))
         store = saving.store() if saving is not None else None
-        # After what may fail here alone: the other processes would wait for this one.
-        ranks = Ranks(self._dispatcher.acts or bool(held), held) if compared else None
+        # After what may fail on this process alone: the others would wait for it.
+        acts = self._actions.acts or bool(skipped_kinds)
+        rank_sync = RankSync(acts, skipped_kinds) if compared else None
         self._owns_handle, self.handle = arguments.handle_for(model, optimizer, max_norm, scaler)
-        names = ParameterNames(model, optimizer)
-        weights = WeightStatistics(optimizer, names, max_copy_bytes, self.handle.process_group)
-        self._parts = Parts(
-            ActivationStatistics(modules) if modules else None,
-            activations_every,
-            weights,
-            weights_every,
-            TokenIds(model),
-            SkipLatch(held, saving.overflows if saving else 1) if held else None,
-            ranks,
-            self._dispatcher,
-            LateValues(self._agreed, on_demand=True) if ranks is not None and ranks.acts else None,
-        )
+        names, token_ids = ParameterNames(model, optimizer), TokenIds(model)
+        weights = WeightStatistics(optimizer, names, weights_every, max_copy_bytes, self.handle.process_group)
+        latch = SkipLatch(skipped_kinds, saving.overflows if saving else 1) if skipped_kinds else None
+        self._builder = RecordBuilder(rank, token_ids.sizes, names)
+        self._state = MonitorState(self.handle, self._builder, self._actions, weights, latch, self.detectors)
+        capture = None
         if saving is not None and store is not None:
             training = CapturedTraining(model, optimizer, scheduler, scaler, self.handle, self._state)
-            self._parts.capture = Capture(saving, store, training, rank, world)
-        self._maker = RecordMaker(rank, self._parts.token_ids.sizes, names)
-        self._history = History(self._maker, self.detectors, self._sinks)
-        self.records, self.events = self._history.records, self._history.events
-        self._late = LateValues(self._arrived)
-        self._watcher = Watcher(self.handle, scaler, self._parts, self._finish)
-        self.handle.observers.append(self._watcher)
+            capture = Capture(saving, store, training, rank, world)
+        own_latch = latch if rank_sync is None else None
+        self.pipeline = StepPipeline(
+            self._builder, self.detectors, self._sinks, capture, own_latch, self._actions
+        )
+        self.records, self.events = self.pipeline.records, self.pipeline.events
+        device = next(p.device for g in optimizer.param_groups for p in g["params"])
+        self.recorder = StepRecorder(
+            self.handle,
+            scaler,
+            device,
+            activations=ActivationStatistics(modules, activations_every),
+            token_ids=token_ids,
+            weights=weights,
+            decision=StepDecision(latch, rank_sync, self._actions, self.pipeline, device),
+            capture=capture,
+            pipeline=self.pipeline,
+        )
+        self.handle.observers.append(self.recorder)
 
     # What a training loop calls.
 
     def batch(self, /, *batch: Any, sample_ids: Any = None, **named: Any) -> Monitor:
-        """Tell the batch before the forward pass.
+        """Record the batch, before the forward pass.
 
         Args:
-            batch, named: tensors, or trees of them: mappings, lists, tuples, dataclasses. Given by keyword
-                they have that name in records and events, else that of their place.
-            sample_ids: a list or a tensor of what names each sample, to find it again.
+            batch, named: tensors, or trees of them: mappings, lists, tuples, dataclasses. In records and
+                events they are named by their keyword, else by their position.
+            sample_ids: a list or a tensor of what identifies each sample, to find it again.
 
         Returns:
-            The monitor, as a context: ``with monitor.batch(inputs, targets):`` round a step also records the
+            The monitor, as a context: ``with monitor.batch(inputs, targets):`` around a step also records the
             exception that ends it.
 
         Raises:
-            TrainingUnstable: an event with the action "raise" has come.
+            TrainingUnstable: an event had the action "raise".
         """
-        self._dispatcher.raise_if_asked()
+        self._actions.raise_if_requested()
         given = dict(enumerate(batch)) | named if named else batch[0] if len(batch) == 1 else batch
-        self._watcher.add_batch(given, sample_ids)
+        self.recorder.add_batch(given, sample_ids)
         return self
 
     def loss(self, loss: Tensor | float, **further: Tensor | float) -> None:
-        """Tell the loss of the batch, not scaled by a scaler: before ``optimizer.step()``, or once after it.
+        """Record the loss of the batch, before ``optimizer.step()``, or once after it.
 
         Args:
-            loss: of one element. The mean over accumulated batches is recorded.
-            further: other losses by name, each of one element.
+            loss: one number, not scaled by a scaler. The mean over accumulated batches is recorded.
+            further: other losses by name, each one number.
 
         Raises:
-            TypeError, ValueError: no number; several elements.
-            TrainingUnstable: an event with the action "raise" has come.
+            TypeError, ValueError: it is not a number, or has several elements.
+            TrainingUnstable: an event had the action "raise".
         """
-        self._dispatcher.raise_if_asked()
-        self._watcher.add_losses(arguments.require_losses({"loss": loss, **further}))
+        self._actions.raise_if_requested()
+        self.recorder.add_losses(arguments.require_losses({"loss": loss, **further}))
 
     def __enter__(self) -> Monitor:
         return self
@@ -199,22 +204,23 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Exception):
-            self._watcher.drop()
+            self.recorder.discard()
         elif error is not None:
-            self._watcher.fail(error)
-            self._late.salvage()
-            self._sinks.flush()
+            self.recorder.fail(error)
+            self.pipeline.salvage()
         else:
-            self._dispatcher.raise_if_asked()
+            self._actions.raise_if_requested()
 
     def close(self) -> None:
-        """Record what is on its way, close the sinks and let go of the model; an optimizer that the monitor
-        has attached is detached. A second call does nothing."""
-        if self._watcher in self.handle.observers:
-            self._watcher.complete_if_made()
-            self._poll()
-            self.handle.observers.remove(self._watcher)
-        self._watcher.close()
+        """Record the steps in progress, close the sinks and release the model.
+
+        An optimizer that the monitor has attached is detached. A second call does nothing.
+        """
+        if self.recorder in self.handle.observers:
+            self.recorder.complete_if_made()
+            self.pipeline.advance(wait=True)
+            self.handle.observers.remove(self.recorder)
+        self.recorder.close()
         self._sinks.close()
         if self._owns_handle:
             self.handle.detach()
@@ -223,78 +229,33 @@ class Monitor:
 
     @property
     def should_stop(self) -> bool:
-        return self._dispatcher.should_stop
+        return self._actions.should_stop
 
     def diagnose(self, event: Event | None = None) -> Diagnosis:
-        """What an event, by default the first of the worst ones, comes from: see :func:`diagnose`."""
-        self._poll()
-        return diagnose({self._maker.rank: list(self.records)}, event)
+        """Return the likely cause of an event, by default of the first of the worst, see :func:`diagnose`."""
+        self.pipeline.advance(wait=True)
+        return diagnose({self._builder.rank: list(self.records)}, event)
 
     def recommend(self) -> Recommendation:
-        """A max_norm for this run, from the norms of the records."""
-        self._poll()
+        """Return a max_norm for this run, from the norms of the records."""
+        self.pipeline.advance(wait=True)
         return recommend(list(self.records))
 
     def summary(self) -> str:
-        """One screen: where the run stands, what was clipped and left out, the events."""
-        self._poll()
+        """Return an overview of one screen: progress, clipped and skipped steps, events."""
+        self.pipeline.advance(wait=True)
         return run_overview(list(self.records), self.events)
 
-    def _finish(self, step: OpenStep, values: dict[str, Value]) -> None:
-        guarded(self._late.send, step, values)
-        self._act()
-
-    def _poll(self) -> None:
-        guarded(self._late.poll, True)
-        self._act()
-
-    def _act(self) -> None:
-        """On the records that have arrived. Not guarded: a person's own functions are called."""
-        while self._history.new:
-            self._dispatcher.take(self._history.new.popleft())
-
-    def _arrived(self, step: OpenStep, values: dict[str, Any]) -> None:
-        guarded(self._history.add, step, values)
-        if (reason := int(values.get("closed_for", 0))) and self._parts.capture is not None:
-            guarded(self._parts.capture.save, reason, self.records[-1], self.records)
-        if values.get("held") and self._parts.latch is not None and self._parts.ranks is None:
-            self._parts.latch.release(step.decision)
-
-    def _agreed(self, label: tuple[int, int], values: dict[str, Any]) -> None:
-        """What all processes do together, at the same place of the same step."""
-        number, decision = label
-        if values.get("held") and self._parts.latch is not None:
-            self._poll()  # the record comes first
-            self._parts.latch.release(decision)
-        self._dispatcher.act(number, values["requests"], values["request_steps"])
-
-    def _stateful(self) -> dict[str, Any]:
-        """What remembers something from step to step, each with a state_dict of its own."""
-        policy = self.handle.max_norm
-        found = {
-            "records": self._maker,
-            "requests": self._dispatcher,
-            "weights": self._parts.weights,
-            "gate": self._parts.latch,
-            "policy": policy if isinstance(policy, Policy) else None,
-        }
-        found |= {f"detector {detector.kind}": detector for detector in self.detectors}
-        return {name: part for name, part in found.items() if part is not None}
-
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to give the same events; loads with ``weights_only=True``."""
-        self._watcher.complete_if_made()
-        self._poll()
-        return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        return {"step": self._watcher.number, "parts": arguments.states_of(self._stateful())}
+        """Return all that a resumed run needs to give the same events; loads with ``weights_only=True``."""
+        self.recorder.complete_if_made()
+        self.pipeline.advance(wait=True)
+        return self._state.state_dict(self.recorder.step.number)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another monitor was.
+        """Continue where another monitor was.
 
         Raises:
             ValueError: it had other detectors, another policy or other actions "skip".
         """
-        arguments.load_states(self._stateful(), state)
-        self._watcher.restart(state["step"])
+        self.recorder.restart(self._state.load_state_dict(state))

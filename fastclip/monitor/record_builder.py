@@ -1,32 +1,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From the numbers of a step that have arrived on the host to its record."""
+"""Building the record of a step from its numbers on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
 
 from .measure.activations import activations_of, token_ids_of
 from .measure.batches import batch_of
 from .measure.gradients import fields_of
-from .open_step import OpenStep
+from .parameter_names import ParameterNames
 from .rank_sync import ranks_of
 from .record import Record
+from .step_in_progress import StepInProgress
 
 
-class RecordMaker:
-    """Makes records one after the other, and counts what only their order tells.
+class RecordBuilder:
+    """Builds one record after the other, and counts skipped steps and overflows.
 
     Args:
-        rank: of this process.
-        sizes: of the embeddings.
-        name_of: the name of a parameter.
+        rank: the number of this process.
+        sizes: how many rows each embedding has, by name.
+        names: the names of the parameters.
     """
 
-    def __init__(self, rank: int, sizes: dict[str, int], name_of: Callable[[Tensor], str]) -> None:
-        self.rank, self._sizes, self._name_of = rank, sizes, name_of
+    def __init__(self, rank: int, sizes: dict[str, int], names: ParameterNames) -> None:
+        self.rank, self._sizes, self._names = rank, sizes, names
         self.skipped_steps = 0
         self.overflows = 0
 
@@ -36,28 +34,29 @@ class RecordMaker:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.skipped_steps, self.overflows = state["skipped_steps"], state["overflows"]
 
-    def make(self, step: OpenStep, values: dict[str, Any]) -> Record:
+    def build(self, step: StepInProgress, values: dict[str, Any]) -> Record:
+        """Return the record of a step; `values` are its numbers by name, as Python numbers and lists."""
         record = Record(
             step=step.number,
             time=step.time,
             rank=self.rank,
             step_time=step.step_time,
-            losses={k.removeprefix("losses/"): v for k, v in values.items() if k.startswith("losses/")},
+            losses=_below(values, "losses/"),
             loss=values.get("loss"),
             micro_batches=max(1, step.loss_count, step.batches.count),
-            lr=step.lr or [v for k, v in values.items() if k.startswith("lr/")],
+            lr=step.lr or list(_below(values, "lr/").values()),
             max_norm=values.get("max_norm"),
             loss_scale=values.get("loss_scale"),
             param_norm=values.get("param_norm"),
-            held=bool(values.get("held", False)),
+            held=bool(values.get("skipped_by_latch", False)),
             memory=step.memory,
             error=step.error,
         )
         if step.gradients is not None:
-            for name, value in fields_of(values, step.gradients, self._name_of).items():
+            for name, value in fields_of(values, step.gradients, self._names).items():
                 setattr(record, name, value)
-        left_out = values.get("left_out")
-        record.applied = None if left_out is None else not left_out
+        skipped = values.get("skipped")
+        record.applied = None if skipped is None else not skipped
         self._count(record)
         self._add_samples(record, step, values)
         record.update_ratio = _below(values, "update_ratio/")
@@ -68,16 +67,16 @@ class RecordMaker:
         return record
 
     def _count(self, record: Record) -> None:
-        left_out = record.applied is False
-        self.skipped_steps += left_out
+        skipped = record.applied is False
+        self.skipped_steps += skipped
         found = record.nan_count + record.inf_count > 0 or (
             record.total_norm is not None and not record.has_finite_norm
         )
-        self.overflows += left_out and found and record.loss_scale is not None
+        self.overflows += skipped and found and record.loss_scale is not None
         record.skipped_steps, record.overflows = self.skipped_steps, self.overflows
 
     @staticmethod
-    def _add_samples(record: Record, step: OpenStep, values: dict[str, Any]) -> None:
+    def _add_samples(record: Record, step: StepInProgress, values: dict[str, Any]) -> None:
         batches = step.batches
         record.batch = batch_of(values, batches.shapes)
         record.sample_ids = batches.sample_ids + [
@@ -91,4 +90,5 @@ class RecordMaker:
 
 
 def _below(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values whose names begin with the prefix, by the rest of their names."""
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}

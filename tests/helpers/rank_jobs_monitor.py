@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import random
@@ -18,9 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastclip
-from fastclip.monitor import Event, Record, TrainingUnstable
-from fastclip.monitor import async_copy as late
-from fastclip.monitor import rank_sync as ranks
+from fastclip.monitor import Event, Record, TrainingUnstable, async_copy, rank_sync, skip_latch
 from fastclip.monitor.detectors import Detector, default_detectors
 from fastclip.monitor.spike_rule import SpikeRule
 from helpers import rank_jobs
@@ -41,8 +40,8 @@ class OnRankOne(Detector):
         return None
 
 
-class _Flight:
-    """A copy that arrives when it pleases, as a GPU's does: at other times on each rank."""
+class _PendingCopy:
+    """A copy that is complete at random times, as a GPU's is: at other times on each rank."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._values = {key: tensor.detach().clone().tolist() for key, tensor in tensors.items()}
@@ -62,7 +61,7 @@ class _Flight:
 def arriving_late(late_too: bool):
     """Everything that is told to the monitor comes to the host as from a GPU."""
     random.seed(dist.get_rank())
-    patch = mock.patch.multiple(late, _Flight=_Flight, _is_away=lambda tensor: True)
+    patch = mock.patch.multiple(async_copy, _PendingCopy=_PendingCopy, _is_on_gpu=lambda tensor: True)
     with patch if late_too else nullcontext():
         yield
 
@@ -174,11 +173,9 @@ def acting(action: str, tell: str, late_too: bool, look: bool, actions=None, hur
 def holding(late_too=False, look=False, what="loss", **options: Any) -> dict[str, Any]:
     """With rules that need fewer steps than the default ones."""
     kinds = ("nonfinite", "loss_spike") if what == "loss" else ("norm_spike",)
-    with arriving_late(late_too):
+    rule = functools.partial(SpikeRule, size=20, minimum=5)
+    with arriving_late(late_too), mock.patch.object(skip_latch, "SpikeRule", rule):
         run = Run(actions=dict.fromkeys(kinds, "skip"), what=what, **options)
-        latch = run.monitor._parts.latch
-        latch.norm_rule = latch.norm_rule and SpikeRule(size=20, minimum=5)
-        latch.loss_rule = latch.loss_rule and SpikeRule(size=20, minimum=5)
         return run.steps(STEPS, look=look).result()
 
 
@@ -233,7 +230,7 @@ def without_a_monitor_on_the_other() -> tuple[str, list[int], list[int]]:
     """What a rank alone is told; the collectives of a monitor that does not compare, and of one that does."""
     message = ""
     for rank in (0, 1, 0):  # each comes when the one before has given up
-        with mock.patch.object(ranks, "TIMEOUT", 0.3):
+        with mock.patch.object(rank_sync, "TIMEOUT", 0.3):
             if dist.get_rank() == rank:
                 message = refused({}, RuntimeError)
         dist.barrier()

@@ -425,7 +425,7 @@ def test_an_optimizer_that_the_module_has_attached_keeps_its_handle():
     fit(other)
     assert module.losses == other.losses
     refused_later = trainer(FastclipCallback(max_norm=1.0))
-    with pytest.raises(RuntimeError, match="attached already, with max_norm 0.5"):
+    with pytest.raises(RuntimeError, match="already attached, with max_norm 0.5"):
         refused_later.fit(Attaching(), loader())
 
 

@@ -11,9 +11,10 @@ from torch import nn
 
 import fastclip
 from fastclip.monitor import Monitor
-from fastclip.monitor.async_copy import LateValues
+from fastclip.monitor.async_copy import AsyncCopy
 from fastclip.monitor.measure.activations import ActivationStatistics
-from fastclip.monitor.measure.weights import WeightStatistics, is_due
+from fastclip.monitor.measure.sampling import is_due
+from fastclip.monitor.measure.weights import WeightStatistics
 from helpers.small_training import batches, loss_of, make, run
 
 # Sampling.
@@ -44,8 +45,8 @@ def test_hooks_are_there_only_in_steps_that_are_sampled():
 
 def test_activations_count_what_is_not_finite_apart():
     module = nn.Identity()
-    statistics = ActivationStatistics({"x": module})
-    statistics.begin()
+    statistics = ActivationStatistics({"x": module}, every=1)
+    statistics.begin(0)
     module(torch.tensor([[3.0, -4.0, math.nan, math.inf]]))
     mean, rms, largest, nonfinite = statistics.end()["activations/x"].tolist()
     assert (mean, largest, nonfinite) == (-0.5, 4.0, 2.0) and rms == pytest.approx(math.sqrt(12.5))
@@ -57,10 +58,10 @@ def test_copies_of_parameters_stay_below_the_cap():
     named = [(f"p{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
     names = {p: name for name, p in named}
     optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
-    weights = WeightStatistics(optimizer, names.__getitem__, max_bytes=1400)
+    weights = WeightStatistics(optimizer, names, every=1, max_bytes=1400)
     seen: list[list[str]] = []
     for _ in range(6):
-        norm = weights.before_step(every=1)["param_norm"]
+        norm = weights.before_step()["param_norm"]
         assert norm.item() == pytest.approx(math.hypot(*[p.norm() for _, p in named]), rel=1e-5)
         assert sum(copy.nbytes for _, _, copy in weights._copies) <= 1400
         for _, p in named:
@@ -136,11 +137,11 @@ def test_a_resumed_run_has_the_same_events(at, tmp_path):
 
 def test_a_state_of_something_else_is_refused():
     state = Monitor(*make(), max_norm=1.0).state_dict()
-    with pytest.raises(ValueError, match=r"lacks \['policy'\] and has \[\]"):
+    with pytest.raises(ValueError, match=r"missing \['policy'\], unexpected \[\]"):
         Monitor(*make(), max_norm=fastclip.policies.ZClip()).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"lacks \['gate'\]"):
+    with pytest.raises(ValueError, match=r"missing \['skip_latch'\]"):
         Monitor(*make(), max_norm=1.0, actions={"nonfinite": "skip"}).load_state_dict(state)
-    with pytest.raises(ValueError, match="has .*'detector nonfinite'"):
+    with pytest.raises(ValueError, match="unexpected .*'detector nonfinite'"):
         Monitor(*make(), detectors=[]).load_state_dict(state)
 
 
@@ -154,7 +155,7 @@ def test_a_state_of_something_else_is_refused():
         ({"activations": ["0", "nix"]}, ValueError, r"it has no \['nix'\]"),
         ({"actions": {"loss": "stop"}}, ValueError, "kinds of events.*'loss_spike'.*got 'loss'"),
         ({"actions": {"loss_spike": "halt"}}, ValueError, "one of 'log'.*got 'halt'"),
-        ({"actions": {"loss_spike": 3}}, TypeError, "word or callable, but got int"),
+        ({"actions": {"loss_spike": 3}}, TypeError, "string or callable, but got int"),
         ({"actions": {"memory_growth": "skip"}}, ValueError, "before the update.*'memory_growth'"),
         ({"actions": {"loss_spike": "skip"}, "max_norm": None}, ValueError, "observes only"),
         ({"compare_ranks": True}, ValueError, "torch.distributed"),
@@ -190,53 +191,77 @@ def test_mistaken_models_optimizers_and_losses():
 # Numbers that arrive late, as from a GPU.
 
 
-class Flight:
-    """Stands for a copy from a device: the event is set by hand."""
+class PendingCopy:
+    """Stands for a copy from a device, which a test completes by hand."""
 
     def __init__(self, tensors):
-        self.tensors, self.there, self.waited = tensors, False, False
+        self.tensors, self.complete, self.waited = tensors, False, False
         self.event = self
 
     def query(self):
-        return self.there
+        return self.complete
 
     def synchronize(self):
-        self.there = self.waited = True
+        self.complete = self.waited = True
 
     def values(self):
-        assert self.there, "read before it has arrived"
+        assert self.complete, "read before it is complete"
         return {key: tensor.tolist() for key, tensor in self.tensors.items()}
 
 
 @pytest.fixture
-def flights(monkeypatch):
-    made: list[Flight] = []
+def copies(monkeypatch):
+    made: list[PendingCopy] = []
 
-    def make_flight(tensors):
-        made.append(Flight(tensors))
+    def make_copy(tensors):
+        made.append(PendingCopy(tensors))
         return made[-1]
 
-    monkeypatch.setattr("fastclip.monitor.async_copy._Flight", make_flight)
-    monkeypatch.setattr("fastclip.monitor.async_copy._is_away", lambda tensor: True)
+    monkeypatch.setattr("fastclip.monitor.async_copy._PendingCopy", make_copy)
+    monkeypatch.setattr("fastclip.monitor.async_copy._is_on_gpu", lambda tensor: True)
     return made
 
 
-def test_numbers_keep_their_order_and_nothing_waits(flights):
-    got = []
-    late = LateValues(lambda label, values: got.append((label, values["x"], values["y"])))
+def test_async_copy_keeps_the_order_and_does_not_wait(copies):
+    copy = AsyncCopy()
     for label in range(3):
-        late.send(label, {"x": torch.tensor(float(label)), "y": 7})
-    flights[1].there = True
-    late.poll()
-    assert got == [] and not any(f.waited for f in flights)  # the first one is not there yet
-    flights[0].there = True
-    late.poll()
-    assert got == [(0, 0.0, 7), (1, 1.0, 7)]
-    late.poll(wait=True)
-    assert got[-1] == (2, 2.0, 7) and flights[2].waited
+        copy.start(label, {"x": torch.tensor(float(label)), "y": 7})
+    copies[1].complete = True
+    assert list(copy.finished()) == [] and not any(c.waited for c in copies)  # the first is not complete
+    copies[0].complete = True
+    assert list(copy.finished()) == [(0, {"x": 0.0, "y": 7}), (1, {"x": 1.0, "y": 7})]
+    assert list(copy.finished(wait=True)) == [(2, {"x": 2.0, "y": 7})] and copies[2].waited
 
 
-def test_records_one_step_late(flights):
+def test_async_copy_on_demand_gives_out_only_what_is_waited_for(copies):
+    copy = AsyncCopy(on_demand=True)
+    copy.start(0, {"x": torch.tensor(1.0)})
+    copies[0].complete = True
+    assert list(copy.finished()) == []
+    assert list(copy.finished(wait=True)) == [(0, {"x": 1.0})]
+
+
+def test_async_copy_waits_when_the_host_is_far_ahead(copies):
+    copy = AsyncCopy()
+    for label in range(66):
+        copy.start(label, {"x": torch.tensor(float(label))})
+    assert [label for label, _ in copy.finished()] == [0, 1]
+
+
+def test_async_copy_salvages_what_was_copied_before_the_device_failed(copies, monkeypatch):
+    copy = AsyncCopy()
+    for label in range(3):
+        copy.start(label, {"x": torch.tensor(float(label))})
+        copies[label].complete = True
+
+    def fail():
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(copies[1], "synchronize", fail)
+    assert [label for label, _ in copy.salvaged()] == [0, 1, 2] and list(copy.finished(wait=True)) == []
+
+
+def test_records_come_one_step_late_from_a_gpu(copies):
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
     for step, batch in enumerate(batches(4)):
@@ -246,7 +271,7 @@ def test_records_one_step_late(flights):
         optimizer.step()
         optimizer.zero_grad()
         assert len(monitor.records) == step
-        flights[step].there = True
+        copies[step].complete = True
     monitor.close()
     assert [r.step for r in monitor.records] == [0, 1, 2, 3]
 

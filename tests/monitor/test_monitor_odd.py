@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastclip.monitor import Monitor
-from fastclip.monitor import suppress as guard
+from fastclip.monitor import Monitor, suppress_errors
 from fastclip.monitor.detectors import Detector
 from fastclip.monitor.sinks import read_log
 from helpers.small_training import batches, loss_of, make, run
@@ -246,7 +245,7 @@ def test_a_closed_monitor_collects_nothing():
     run(monitor, model, optimizer, 2)
     monitor.close()
     run(monitor, model, optimizer, 20)
-    assert len(monitor.records) == 2 and monitor._watcher._step.loss_count == 0
+    assert len(monitor.records) == 2 and monitor.recorder.step.loss_count == 0
 
 
 def test_a_defect_of_the_monitor_is_told_once_and_training_goes_on(monkeypatch):
@@ -256,15 +255,16 @@ def test_a_defect_of_the_monitor_is_told_once_and_training_goes_on(monkeypatch):
         def check(self, record):
             raise ZeroDivisionError("no divisor")
 
-    monkeypatch.setattr(guard, "_told", set())
+    monkeypatch.setattr(suppress_errors, "_warned", set())
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0, detectors=[Broken()])
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         run(monitor, model, optimizer, 5)
-    assert [str(w.message)[:75] for w in told] == [
-        "fastclip.Monitor: Detector.update failed with ZeroDivisionError: no divisor"
-    ]
+    (message,) = [str(warning.message) for warning in shown]
+    assert message.startswith(
+        "fastclip.Monitor: failed to run the detector 'broken': ZeroDivisionError: no divisor (in check, line"
+    )
     assert len(monitor.records) == 5
 
 
@@ -285,7 +285,7 @@ def test_a_clip_that_was_left_in_the_loop_is_told():
         optimizer.step()
         optimizer.zero_grad()
     (event,) = [e for e in monitor.events if e.kind == "clipped_before"]
-    assert event.step == 19 and "20 of the last 20 norms were equal to max_norm 0.05" in event.message
+    assert event.step == 19 and "20 of the last 20 gradient norms equal max_norm 0.05" in event.message
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=0.05)
     run(monitor, model, optimizer, 30)

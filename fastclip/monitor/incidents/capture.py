@@ -8,7 +8,7 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...optim import Handle
 from ..measure.batches import plain_ids, tensors_in
 from ..record import Event, Record
 from ..skip_latch import REASONS
+from ..state import MonitorState
 from .captured_step import CapturedBatch, CapturedStep
 from .determinism import deterministic_settings
 from .encode import encode
@@ -43,7 +44,7 @@ class CapturedTraining:
     """The objects whose state an incident holds.
 
     Attributes:
-        monitor_state: returns the state of the monitor without waiting for pending steps.
+        monitor_state: the state of the monitor, which does not wait for pending steps.
     """
 
     model: nn.Module
@@ -51,7 +52,7 @@ class CapturedTraining:
     scheduler: Any
     scaler: torch.amp.GradScaler | None
     handle: Handle
-    monitor_state: Callable[[], dict[str, Any]]
+    monitor_state: MonitorState
 
 
 class Capture:
@@ -205,7 +206,7 @@ class Capture:
         state = {name: None if part is None else part.state_dict() for name, part in parts.items()}
         model = dict(training.model.state_dict())
         model |= {name: buffer for name, buffer in buffers.items() if name in model}
-        return {"model": model, **state, "monitor": training.monitor_state()}
+        return {"model": model, **state, "monitor": training.monitor_state.state_dict(self._step.number)}
 
     @staticmethod
     def _undo_later_changes(state: dict[str, Any], step: CapturedStep, record: Record) -> None:

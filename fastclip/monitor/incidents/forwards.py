@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..suppress import guarded
+from ..suppress_errors import suppress_errors
 from .rng import rng_state
 
 _LOOK_AGAIN = 100  # steps between searches for replaced buffers
@@ -129,7 +129,8 @@ class _Hook:
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if self._forwards is not None and not torch.compiler.is_compiling():
-            guarded(self._forwards.before, module)
+            with suppress_errors("keep the state before a forward"):
+                self._forwards.before(module)
 
     def __reduce__(self) -> Any:
         return _Hook, ()

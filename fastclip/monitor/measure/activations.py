@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What modules are given and what they give: activations, sampled, and the token ids of embeddings."""
+"""The inputs and outputs of modules: sampled activations, and the token ids given to embeddings."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from torch.utils.hooks import RemovableHandle
 
 from ...dispatch import run_stats
 from ..async_copy import Value
-from ..suppress import guarded
+from ..suppress_errors import suppress_errors
 from .batches import is_plain, tensors_in
+from .sampling import is_due
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules without children, by name; "model" where the model itself is one."""
+    """Return the modules without children by name; "model" if the model itself is one."""
     return {name or "model": m for name, m in model.named_modules() if next(m.children(), None) is None}
 
 
 def chosen_modules(model: nn.Module, activations: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    """What the argument `activations` names.
+    """Return the modules that the argument `activations` names, by name.
 
     Raises:
-        ValueError: a name that the model does not have; another word than "leaf"; a compiled model.
-        TypeError: something else than names.
+        ValueError: the model has no such name, is compiled, or the word is not "leaf".
+        TypeError: it is not a collection of names.
     """
     if activations is None:
         return {}
@@ -51,7 +52,7 @@ def chosen_modules(model: nn.Module, activations: str | Sequence[str] | None) ->
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile was applied to the model or a part of it."""
+    """Return whether torch.compile was applied to the model or a part of it."""
     return any(
         hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
         for m in model.modules()
@@ -59,9 +60,9 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class ModuleHook:
-    """A forward hook that measures one module of the training: not its copies, nor passes that only evaluate.
+    """A forward hook that measures one module in training, but not its copies, nor its evaluation.
 
-    It can be copied and pickled with the module, and then does nothing.
+    It can be copied and pickled with the module; the copy does nothing.
 
     Args:
         measure: called with the module's inputs, or with its output.
@@ -75,42 +76,46 @@ class ModuleHook:
         if torch.compiler.is_compiling() or self._module() is not module:
             return
         if module.training or torch.is_grad_enabled():
-            with torch.no_grad():
-                guarded(self._measure, inputs if output is None else output)
+            with suppress_errors("measure a module"), torch.no_grad():
+                self._measure(inputs if output is None else output)
 
     def __reduce__(self) -> Any:
-        return _Nothing, ()
+        return _CopiedHook, ()
 
 
-class _Nothing:
-    """The hook of a copy."""
+class _CopiedHook:
+    """The hook of a copied module, which measures nothing."""
 
     def __call__(self, *arguments: Any) -> None:
-        """Measures nothing."""
+        pass
 
 
 class ActivationStatistics:
     """Mean, rms, largest absolute value and non-finite count of the outputs of modules.
 
-    The hooks are there only for the steps that are sampled: in between a forward costs what it always does.
-    Several calls of a module in one step, as in accumulation, count as one: the last.
+    The hooks exist only in the steps that are sampled, so that other forward passes cost nothing more.
+    Of several calls of a module in one step, as in gradient accumulation, the last one counts.
+
+    Args:
+        modules: the modules by name.
+        every: steps between two samples, see :func:`is_due`; 0 for none.
     """
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: dict[str, nn.Module], every: int) -> None:
+        self._modules, self._every = modules, every
         self._hooks: list[RemovableHandle] = []
         self._values: dict[str, Value] = {}
 
-    def begin(self) -> None:
-        """Watch from now on."""
-        if self._hooks:
+    def begin(self, step: int) -> None:
+        """Measure from now on, if the step is sampled."""
+        if self._hooks or not is_due(step, self._every):
             return
         for name, module in self._modules.items():
             hook = ModuleHook(module, partial(self._measure, name))
             self._hooks.append(module.register_forward_hook(hook))
 
     def end(self) -> dict[str, Value]:
-        """Watch no longer. Returns what was seen."""
+        """Stop measuring and return what was measured: [4] by name, see :func:`_moments`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -124,7 +129,7 @@ class ActivationStatistics:
 
 
 def _moments(tensor: Tensor) -> Tensor:
-    """[4]: mean, rms, largest absolute value, all of the finite elements, and the number of others."""
+    """Return mean, rms and largest absolute value of the finite elements, and the number of others, [4]."""
     _, stats = run_stats([tensor.contiguous()], 2.0)
     if tensor.device.type == "cpu" and stats[0, 1:].sum() == 0:  # as nearly always: three passes do
         low, high = tensor.aminmax()
@@ -139,12 +144,13 @@ def _moments(tensor: Tensor) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the shard of a DTensor on this process; other tensors as they are."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local is not None else tensor
 
 
 class TokenIds:
-    """The smallest and the largest index that each embedding is given, seen before it looks them up."""
+    """The smallest and the largest index given to each embedding, measured before it looks them up."""
 
     def __init__(self, model: nn.Module) -> None:
         self.sizes: dict[str, int] = {}
@@ -157,11 +163,12 @@ class TokenIds:
                 self._hooks.append(module.register_forward_pre_hook(hook))
 
     def take(self) -> dict[str, Value]:
-        """What was seen since the last call."""
+        """Return what was measured since the last call."""
         values, self._values = self._values, {}
         return values
 
     def remove(self) -> None:
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -185,13 +192,13 @@ class TokenIds:
         if smallest < 0 or largest >= size:
             self._note(key + "outside", int(((ids < 0) | (ids >= size)).sum()), operator.add)
 
-    def _note(self, key: str, value: Value, join: Callable[[Any, Any], Value]) -> None:
+    def _note(self, key: str, value: Value, combine: Callable[[Any, Any], Value]) -> None:
         known = self._values.get(key)
-        self._values[key] = value if known is None else join(known, value)
+        self._values[key] = value if known is None else combine(known, value)
 
 
 def activations_of(values: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """What a record tells of the activations, from the numbers that have arrived."""
+    """Return the record's activation statistics by module, from numbers on the host."""
     names = ("mean", "rms", "max", "nonfinite")
     return {
         key.removeprefix("activations/"): dict(zip(names, value, strict=True))
@@ -201,7 +208,7 @@ def activations_of(values: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def token_ids_of(values: dict[str, Any], sizes: dict[str, int]) -> dict[str, dict[str, int]]:
-    """What a record tells of token ids: smallest, largest, how many out of range, and the range."""
+    """Return the record's token ids by embedding: smallest, largest, how many out of range, and its size."""
     found: dict[str, dict[str, int]] = {}
     for key, value in values.items():
         if key.startswith("token_ids/"):

@@ -26,17 +26,17 @@ _MAX_TENSORS = 16  # of a batch; a tree of thousands of tensors is not looked th
 
 
 class Shape(NamedTuple):
-    """What the host knows of a tensor."""
+    """What the host knows of a tensor without reading it."""
 
     shape: list[int]
     dtype: str
 
 
 def tensors_in(batch: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a tree of mappings, lists and tuples, named by their path: "inputs.0".
+    """Yield the tensors of a tree of mappings, lists and tuples, named by their path, such as "inputs.0".
 
-    Objects with attributes, such as a dataclass, are looked into by those. A lone tensor is called "batch".
-    Nothing is looked for more than _DEPTH levels down: an object may refer to itself.
+    Of objects with attributes, such as a dataclass, the attributes are searched. A tensor that is the whole
+    batch is called "batch". The search ends _DEPTH levels down, since an object may refer to itself.
     """
     if isinstance(batch, Tensor):
         yield prefix or "batch", batch
@@ -59,7 +59,7 @@ def tensors_in(batch: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor has numbers to be measured: no subclass, none of vmap, no meta or nested one."""
+    """Return whether the tensor can be measured: no subclass, no meta, nested or vmapped tensor."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.dtype in _MEASURED
@@ -72,7 +72,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class BatchStatistics:
-    """Collects over the micro-batches of one step; one object for each step."""
+    """The statistics of the micro-batches of one step."""
 
     def __init__(self) -> None:
         self.values: dict[str, Value] = {}
@@ -84,7 +84,7 @@ class BatchStatistics:
 
     @torch.no_grad()
     def add(self, batch: Any, sample_ids: Any = None) -> None:
-        """Look at one micro-batch. Nothing waits for a device; a tensor on the CPU is read there."""
+        """Add one micro-batch. Nothing waits for a device; a tensor on the CPU is read there."""
         self.count += 1
         self._add_ids(sample_ids)
         first, first_integer = True, True
@@ -136,7 +136,7 @@ class BatchStatistics:
             self._measure_numbers(key, rows, low + high)
 
     def _measure_few(self, key: str, rows: Tensor, is_integer: bool) -> bool:
-        """In Python, faster than a dozen calls of torch. False, and nothing, if not all is finite."""
+        """Measure in Python, faster than a dozen calls of torch; return False if not all is finite."""
         numbers = rows.tolist()
         flat = [number for row in numbers for number in row]
         if is_integer:
@@ -152,10 +152,10 @@ class BatchStatistics:
                 return False
             mean = math.fsum(flat) / len(flat)
             self.values[key + "mean"] = mean
-            self.values[key + "variance"] = math.fsum((x - mean) ** 2 for x in flat) / len(flat)
+            self.values[key + "variance"] = math.fsum([(x - mean) ** 2 for x in flat]) / len(flat)
             self.values[key + "min"], self.values[key + "max"] = min(flat), max(flat)
         if len(numbers) > 1 and len(numbers[0]) > 1:
-            self._sum(key + "empty", sum(row.count(row[0]) == len(row) for row in numbers))
+            self._sum(key + "empty", sum([row.count(row[0]) == len(row) for row in numbers]))
         return True
 
     def _count_integers(self, key: str, rows: Tensor, low: Tensor) -> None:
@@ -184,7 +184,7 @@ class BatchStatistics:
 
 
 def plain_ids(sample_ids: Any) -> Tensor | list[Any]:
-    """What a log can hold: numbers and texts; a tensor [N] where reading it would wait for a device."""
+    """Return ids as a log can hold them, numbers and strings, or as a tensor [N] if they are on a device."""
     if sample_ids is None:
         return []
     if isinstance(sample_ids, Tensor) and sample_ids.device.type != "cpu":
@@ -197,7 +197,7 @@ def plain_ids(sample_ids: Any) -> Tensor | list[Any]:
 
 
 def batch_of(values: dict[str, Any], shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
-    """What a record tells of the batches, from the numbers that have arrived."""
+    """Return the record's batch statistics by tensor, from numbers on the host."""
     batch: dict[str, dict[str, Any]] = {name: s._asdict() for name, s in shapes.items()}
     for key, value in values.items():
         if not key.startswith("batch/"):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a record tells of the gradients, from the pass that clips them."""
+"""The numbers of the gradients in a record, from the pass that clips them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ from ...optim import Handle
 from ...optim.step_plan import StepPlan
 from ...policies import Policy
 from ..async_copy import Value
+from ..parameter_names import ParameterNames
 
 WORST = 3  # gradients that a record names
 HISTOGRAM_EVERY = 100  # steps
 
 
 def limit_of(handle: Handle) -> dict[str, Value]:
-    """The limit in force; of several the smallest."""
+    """Return the limit in force, the smallest one of several, as "max_norm"; nothing without one."""
     limit: Any = handle.max_norm
     if isinstance(limit, Policy):
         limit = limit.threshold
@@ -35,10 +36,10 @@ def limit_of(handle: Handle) -> dict[str, Value]:
 
 @torch.no_grad()
 def numbers_of(plan: StepPlan, with_norms: bool) -> dict[str, Value]:
-    """The numbers of the pass. Tensors, on the device."""
+    """Return the numbers of the pass by name, as tensors on its device."""
     stats, summary, inputs = plan.stats, plan.summary, plan.inputs
     order = stats[:, 0]
-    # A finite norm that the host knows tells that all elements are, unless it was made of those alone.
+    # A finite norm that the host knows means that all elements are finite, unless only those were used.
     healthy = inputs.mode != "zero" and inputs.norm_type > 0 and summary.device.type == "cpu"
     values: dict[str, Value] = {"summary": summary}
     if not (healthy and bool(summary[:, 0].isfinite().all())):
@@ -60,8 +61,8 @@ def numbers_of(plan: StepPlan, with_norms: bool) -> dict[str, Value]:
 
 
 @dataclass
-class Gradients:
-    """What the host knows of the pass. It outlives the step by a while: neither gradients nor statistics."""
+class GradientRecord:
+    """What the host knows of the pass, without gradients and statistics, which it would keep alive."""
 
     parameters: list[Tensor]
     labels: Sequence[Hashable]
@@ -69,13 +70,13 @@ class Gradients:
     with_norms: bool
 
     @classmethod
-    def of(cls, plan: StepPlan, with_norms: bool) -> Gradients:
+    def of(cls, plan: StepPlan, with_norms: bool) -> GradientRecord:
         inputs = plan.inputs
         return cls(inputs.parameters, inputs.labels, inputs.norm_type, with_norms)
 
 
-def fields_of(values: dict[str, Any], inputs: Gradients, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
-    """The fields of a record, from the numbers that have arrived."""
+def fields_of(values: dict[str, Any], inputs: GradientRecord, names: ParameterNames) -> dict[str, Any]:
+    """Return the fields of a record from the numbers of the pass, which are on the host."""
     inv_scale = values.get("inv_scale", 1.0)
     while isinstance(inv_scale, list):
         inv_scale = inv_scale[0]
@@ -95,7 +96,7 @@ def fields_of(values: dict[str, Any], inputs: Gradients, name_of: Callable[[Tens
         found["group_norms"] = {str(label): row[0] for label, row in labelled}
     found["worst"] = [
         {
-            "name": name_of(inputs.parameters[int(index)]),
+            "name": names[inputs.parameters[int(index)]],
             "norm": _root(row[0], inputs.norm_type) * inv_scale,
             "nan_count": int(row[1]),
             "inf_count": int(row[2]),
@@ -104,7 +105,7 @@ def fields_of(values: dict[str, Any], inputs: Gradients, name_of: Callable[[Tens
     ]
     if inputs.with_norms:
         found["tensor_norms"] = [norm * inv_scale for norm in values["tensor_norms"]]
-        found["tensor_names"] = [name_of(parameter) for parameter in inputs.parameters]
+        found["tensor_names"] = [names[parameter] for parameter in inputs.parameters]
     return found
 
 
@@ -115,7 +116,7 @@ def _root(power_sum: float, norm_type: float) -> float:
 
 
 def _combine(norms: list[float], norm_type: float) -> float:
-    """One norm of those of groups."""
+    """Combine the norms of groups into one."""
     if len(norms) == 1:
         return norms[0]
     if math.isinf(norm_type):

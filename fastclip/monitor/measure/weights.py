@@ -3,33 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ...dispatch import run_stats
 from ...distributed import ProcessGroups, shard_gradients
 from ..async_copy import Value
-from ..suppress import guarded
+from ..parameter_names import ParameterNames
+from ..suppress_errors import suppress_errors
 from .activations import local_tensor
-
-EARLY = (0, 1, 2, 4, 8, 16, 32)  # steps that are always looked at: a rate too high shows at once
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether a step is one of those that are sampled; `every` of 0 samples none."""
-    return every > 0 and (step % every == 0 or step in EARLY)
+from .sampling import is_due
 
 
 class WeightStatistics:
     """Compares some of the parameters with a copy from before the step, others the next time.
 
-    Only matrices are compared where there are some: a bias that starts at 0 changes by all of itself.
+    Only matrices are compared where there are some: a bias that starts at 0 changes by 100 %.
 
     Args:
-        optimizer: whose parameters; some may be added later.
-        name_of: the name of a parameter.
+        optimizer: the one whose parameters are measured; some may be added later.
+        names: the names of the parameters.
+        every: steps between two samples, see :func:`is_due`; 0 for none.
         max_bytes: what the copies may take; a parameter that is larger is never compared.
         process_group: as for :func:`fastclip.attach`.
     """
@@ -37,12 +31,13 @@ class WeightStatistics:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        name_of: Callable[[Tensor], str],
+        names: ParameterNames,
+        every: int,
         max_bytes: int,
         process_group: ProcessGroups = None,
     ) -> None:
-        self._optimizer, self._name_of = optimizer, name_of
-        self._max_bytes = max_bytes
+        self._optimizer, self._names = optimizer, names
+        self._every, self._max_bytes = every, max_bytes
         self._process_group = process_group
         # Counted here, as the norm is a collective: all processes make the same steps, while one that fails
         # on a process, before the optimizer, has a number there alone.
@@ -51,23 +46,24 @@ class WeightStatistics:
         self._copies: list[tuple[str, Tensor, Tensor]] = []
 
     @torch.no_grad()
-    def before_step(self, every: int) -> dict[str, Value]:
-        """The norm of all parameters; copies some of them. Nothing where the step is not sampled."""
+    def before_step(self) -> dict[str, Value]:
+        """Return the norm of all parameters and copy some of them, if the step is sampled."""
         self.steps += 1
-        if not is_due(self.steps - 1, every):
+        if not is_due(self.steps - 1, self._every):
             return {}
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        guarded(self._copy, parameters)
+        with suppress_errors("copy parameters before the step"):
+            self._copy(parameters)
         norm, _ = run_stats(shard_gradients(parameters, parameters, self._process_group) or parameters, 2.0)
         return {"param_norm": norm[0]}
 
     def _copy(self, parameters: list[Tensor]) -> None:
         chosen = self._next_subset([p for p in parameters if p.dim() > 1] or parameters)
-        self._copies = [(self._name_of(p), p, local_tensor(p.detach()).clone()) for p in chosen]
+        self._copies = [(self._names[p], p, local_tensor(p.detach()).clone()) for p in chosen]
 
     @torch.no_grad()
     def after_step(self) -> dict[str, Value]:
-        """The ratios of the parameters that were copied."""
+        """Return the update ratios of the parameters that were copied."""
         copies, self._copies = self._copies, []
         if not copies:
             return {}
@@ -80,7 +76,7 @@ class WeightStatistics:
         return {f"update_ratio/{name}": ratio for (name, _, _), ratio in zip(copies, ratios, strict=True)}
 
     def _next_subset(self, parameters: list[Tensor]) -> list[Tensor]:
-        """As many as fit, from where the last subset ended. Those without elements have no ratio."""
+        """Return as many as fit, from where the last subset ended; empty ones have no ratio."""
         subset: list[Tensor] = []
         left = self._max_bytes
         for _ in range(len(parameters)):
