@@ -199,7 +199,7 @@ def build(): return 5
 if __name__ == "__main__": print("built", build(), sys.argv[1])
 ```
 ```python
-from helpers import training
+import training
 assert training.build() == 5 and __name__ == "__main__"
 ```
 ```console
@@ -389,7 +389,7 @@ def classes_in(path: Path) -> dict[str, set[str]]:
 
 # What other modules of fastclip call, and no user; GradStats are made by the pass alone.
 INTERNAL = {
-    "fastclip.GradStats": {"alarms", "inv_scale", "summary"},
+    "fastclip.GradStats": {"nonfinite_per_rank", "inv_scale", "summary"},
     "fastclip.Handle": {"driven_by", "prepare"},
     "fastclip.monitor.Incidents": {"store"},
     "lightning_callback.TrainerHooks": {"TrainerHooks"},
