@@ -7,7 +7,7 @@ TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test test-full bench bench-smoke gpu-check wheel lint format types clean
+.PHONY: install demo test test-full bench bench-smoke gpu-check wheel docs lint format types clean
 
 install: $(VENV)/installed $(VENV)/oldest-installed
 
@@ -59,6 +59,12 @@ wheel: install
 	FASTCLIP_BUILD=cuda $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
 	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist build/wheel/*.whl
 	$(BIN)/auditwheel show dist/*.whl
+
+# The pages and the API reference as a searchable site. It fails on a warning, such as a link that leads nowhere.
+docs: install
+	rm -rf build/site
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site . build/site
+	@echo "build/site/index.html"
 
 lint: install
 	$(BIN)/ruff check .

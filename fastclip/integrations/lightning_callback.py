@@ -46,7 +46,7 @@ class TrainerHooks:
         ValueError: before training: ``Trainer(gradient_clip_val=...)`` or a module that overrides
             ``configure_gradient_clipping``; FSDP1 or DeepSpeed; several optimizers; the Trainer of the other
             package; a checkpoint of a monitor with other detectors or actions.
-        Others of :class:`fastclip.Monitor`, before the first step.
+        Exception: before the first step, as raised by :class:`fastclip.Monitor`.
     """
 
     _package: str

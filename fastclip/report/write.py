@@ -47,7 +47,7 @@ def write_report(
 
     Raises:
         LogError: the log cannot be read.
-        IncidentError: `incidents` cannot be read.
+        ValueError: `incidents` cannot be read.
         ImportError: the log is TensorBoard's, and tensorboard is not installed.
         OSError: the file cannot be written; what was there before is still there.
     """

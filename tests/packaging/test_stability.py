@@ -42,6 +42,12 @@ def test_every_public_name_is_listed_and_exists():
     assert {name for name in listed if "integrations" in name} == integrations - helpers
 
 
+def test_the_api_reference_has_every_public_module():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (PAGE.parent / "reference").glob("*.rst"))
+    modules = re.findall(r"^\.\. automodule:: (\S+)$", text, re.MULTILINE)
+    assert sorted(modules) == sorted([*rows("Public names"), "fastclip.monitor.detectors"])
+
+
 def test_every_command_is_listed_with_the_exit_statuses_it_tells():
     listed = rows("Commands")
     commands = {f"fastclip {module.__name__.rpartition('.')[2]}": module for module in _COMMANDS}

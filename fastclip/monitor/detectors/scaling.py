@@ -65,14 +65,14 @@ class LossScale(Detector):
 class UpdateRatio(Detector):
     """A step changes the weights by too large or too small a share of their norm.
 
-    The ratio is |change| / |weight| of each compared matrix in one step. Too large is a median above `high`,
-    too small no ratio above `low` three times in a row. About 1e-3 is usual; the first steps of Adam are
-    larger, learning rate / initial standard deviation (0.03 for 6e-4 and 0.02). From 0.2 on a step replaces
-    the weights rather than improving them. Weights that start at zero, such as LoRA's, change by their whole
-    norm, then a half, then a third: for the first `young` steps only those count that had a finite ratio in
-    the first compared step. Frozen weights do not change and are ignored. Changes that vanish altogether are
-    lost to rounding: bfloat16 weights lose what is below 1/256 of them. With a learning rate below 1e-7
-    nothing else is to be expected.
+    The ratio is ``|change| / |weight|`` of each compared matrix in one step. Too large is a median above
+    `high`, too small no ratio above `low` three times in a row. About 1e-3 is usual; the first steps of
+    Adam are larger, learning rate / initial standard deviation (0.03 for 6e-4 and 0.02). From 0.2 on a step
+    replaces the weights rather than improving them. Weights that start at zero, such as LoRA's, change by
+    their whole norm, then a half, then a third: for the first `young` steps only those count that had a
+    finite ratio in the first compared step. Frozen weights do not change and are ignored. Changes that
+    vanish altogether are lost to rounding: bfloat16 weights lose what is below 1/256 of them. With a
+    learning rate below 1e-7 nothing else is to be expected.
     """
 
     kind = "update_ratio"

@@ -63,7 +63,7 @@ def diagnose(records: Mapping[int, Iterable[Record]], event: Event | None = None
 
     Args:
         records: by rank, in the order of the steps; ranks may be missing.
-        event: the event to explain; by default the :func:`worst_event` of all.
+        event: the event to explain; by default the first of the most severe ones.
 
     Returns:
         A :class:`Diagnosis`; its text is ``str(diagnosis)``.
