@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     found = list_incidents(options.directory, verify=not options.quick)
     if not found:
-        print(f"fastclip: {options.directory} has no incident", file=sys.stderr)
+        print(f"fastclip: no incidents in {options.directory}", file=sys.stderr)
         return 0
     rows = [_HEADINGS, *map(_row, found)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reading incidents: what is damaged or forged is told, never run; the commands for them."""
+"""Damaged and forged incidents are reported and never run; `fastclip incidents` and `fastclip show`."""
 
 import hashlib
 import json
@@ -51,42 +51,42 @@ def flip(path):
 ENTRY = {"bytes": 1, "sha256": "0"}
 DAMAGES = {
     "state.pt: expected the SHA-256": flip,
-    "bytes, but got 100: it is damaged": lambda path: os.truncate(path / "state.pt", 100),
+    "bytes, but got 100: the file is damaged": lambda path: os.truncate(path / "state.pt", 100),
     "batches.pt: No such file": lambda path: (path / "batches.pt").unlink(),
     "manifest.json: No such file": lambda path: (path / "manifest.json").unlink(),
     "manifest.json: not JSON": lambda path: os.truncate(path / "manifest.json", 100),
-    "has version 2 of the format": lambda path: edit(path, fastclip_incident=2),
-    "expected a manifest with": lambda path: edit(path, fastclip_incident=None),
+    "has format version 2": lambda path: edit(path, fastclip_incident=2),
+    "not the manifest of an incident": lambda path: edit(path, fastclip_incident=None),
     "expected step to be": lambda path: edit(path, step="40"),
-    "expected time to be a number": lambda path: edit(path, time=True),
-    "expected the rank of the directory, but got 1": lambda path: edit(path, rank=1),
+    "expected time to be of type int or float": lambda path: edit(path, time=True),
+    "expected the rank in the directory's name, but got 1": lambda path: edit(path, rank=1),
     "expected step 40 as on rank 0": lambda path: edit(path.parent / "rank00001", step=41),
-    "expected a rank of the world": lambda path: edit(path, world_size=10**9),
-    "expected a file with bytes and sha256, but got '../../secret'": lambda path: edit(
+    "expected 0 <= rank < world_size": lambda path: edit(path, world_size=10**9),
+    "expected a file name with its bytes and sha256, but got '../../secret'": lambda path: edit(
         path, files={"../../secret": ENTRY}
     ),
-    "expected a file with bytes and sha256, but got 'a'": lambda path: edit(
+    "expected a file name with its bytes and sha256, but got 'a'": lambda path: edit(
         path, files={"a": ENTRY | {"bytes": "1"}}
     ),
 }
 
 
-@pytest.mark.parametrize("told", DAMAGES)
-def test_damage_is_found_and_told(tmp_path, told):
+@pytest.mark.parametrize("message", DAMAGES)
+def test_read_incident_raises_on_damage(tmp_path, message):
     store = IncidentStore(tmp_path)
     path = save(store, world=2)
     save(store, rank=1, world=2)
     save(store, 41)
-    DAMAGES[told](path)
+    DAMAGES[message](path)
     with pytest.raises(IncidentError) as caught:
         read_incident(path.parent)
-    assert told in str(caught.value) and str(path.parent) in str(caught.value)
+    assert message in str(caught.value) and str(path.parent) in str(caught.value)
     damaged, whole = list_incidents(store.directory)
     assert damaged.state == "damaged" and damaged.damage == str(caught.value)
     assert whole.state == "whole" and whole.damage is None
 
 
-def test_what_is_no_incident(tmp_path):
+def test_read_incident_raises_on_other_directories(tmp_path):
     with pytest.raises(IncidentError, match="not an incident"):
         read_incident(tmp_path)
     for read in (read_incident, list_incidents):
@@ -94,7 +94,7 @@ def test_what_is_no_incident(tmp_path):
             read(tmp_path / "nowhere")
 
 
-def test_without_hashing_a_flipped_byte_is_not_seen(tmp_path):
+def test_read_incident_without_verify_ignores_a_flipped_byte(tmp_path):
     path = save(IncidentStore(tmp_path))
     flip(path)
     assert read_incident(path, verify=False).ranks == [0]
@@ -105,7 +105,7 @@ class Code:
         return os.mkdir, (self.path,)
 
 
-def test_forged_code_is_refused(tmp_path):
+def test_load_refuses_forged_code(tmp_path):
     path = save(IncidentStore(tmp_path / "store"))
     forged, code = path / "state.pt", Code()
     code.path = str(tmp_path / "ran")
@@ -117,14 +117,14 @@ def test_forged_code_is_refused(tmp_path):
     entry = {"bytes": forged.stat().st_size, "sha256": hashlib.sha256(forged.read_bytes()).hexdigest()}
     edit(path, files={"state.pt": entry})
     incident = read_incident(path)  # its hash is right
-    with pytest.raises(IncidentError, match=r"weights_only=True loads, but got: unsupported GLOBAL .*mkdir"):
+    with pytest.raises(IncidentError, match=r"with weights_only=True: unsupported GLOBAL .*mkdir"):
         incident.load(0, "state.pt")
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture
 def fastclip_(capsys):
-    """Run a command; returns its exit status, output and errors."""
+    """Return a function that runs a command and returns its exit status, output and errors."""
 
     def run(*arguments):
         status = main([str(a) for a in arguments])
@@ -134,7 +134,7 @@ def fastclip_(capsys):
     return run
 
 
-def test_incidents(tmp_path, fastclip_):
+def test_incidents_lists_whole_incomplete_and_damaged(tmp_path, fastclip_):
     store = IncidentStore(tmp_path)
     save(store)
     save(store, 7, "loss_spike", world=2)
@@ -152,13 +152,13 @@ def test_incidents(tmp_path, fastclip_):
     assert fastclip_("incidents", tmp_path, "--quick")[0] == 0
 
 
-def test_incidents_of_nothing(tmp_path, fastclip_):
-    assert fastclip_("incidents", tmp_path) == (0, "", f"fastclip: {tmp_path} has no incident\n")
+def test_incidents_of_empty_and_missing_directories(tmp_path, fastclip_):
+    assert fastclip_("incidents", tmp_path) == (0, "", f"fastclip: no incidents in {tmp_path}\n")
     status, out, err = fastclip_("incidents", tmp_path / "nowhere")
     assert (status, out) == (2, "") and err == f"fastclip: {tmp_path}/nowhere: No such file or directory\n"
 
 
-def test_show(tmp_path, fastclip_):
+def test_show_prints_every_section(tmp_path, fastclip_):
     path = save(IncidentStore(tmp_path))
     status, out, err = fastclip_("show", path.parent)
     assert status == 0 and err == ""
@@ -178,10 +178,10 @@ def test_show(tmp_path, fastclip_):
     assert "histogram" not in out and "not saved" not in out
 
 
-def test_show_what_was_not_saved(tmp_path, fastclip_):
+def test_show_reports_what_was_not_saved(tmp_path, fastclip_):
     path = save(IncidentStore(tmp_path), world=2, incomplete=["the batch: no memory"])
     status, out, _ = fastclip_("show", path.parent)
-    assert status == 1 and "not saved\n  rank 1 has saved nothing\n  the batch: no memory" in out
+    assert status == 1 and "not saved\n  rank 1 saved nothing\n  the batch: no memory" in out
     status, out, _ = fastclip_("show", path)
     assert status == 1 and "rank 1 has" not in out
     flip(path)
@@ -189,7 +189,7 @@ def test_show_what_was_not_saved(tmp_path, fastclip_):
     assert (status, out) == (2, "") and err.startswith(f"fastclip: {path}/state.pt: expected the SHA-256")
 
 
-def test_show_a_poor_manifest(tmp_path, fastclip_):
+def test_show_bears_a_poor_manifest(tmp_path, fastclip_):
     path = IncidentStore(tmp_path).save(1, "x", 0, 1, {}, {})
     assert fastclip_("show", path)[0] == 0
     edit(
@@ -199,11 +199,11 @@ def test_show_a_poor_manifest(tmp_path, fastclip_):
     for key in ("event", "record", "parameters", "versions", "incomplete"):
         edit(path, **{key: 5})
         status, out, err = fastclip_("show", path)
-        assert (status, out) == (2, "") and f"manifest.json: expected {key} to be a " in err
+        assert (status, out) == (2, "") and f"manifest.json: expected {key} to be of type " in err
         edit(path, **{key: None})
 
 
-def test_as_a_process(tmp_path):
+def test_incidents_as_a_process(tmp_path):
     save(IncidentStore(tmp_path))
     command = [sys.executable, "-m", "fastclip", "incidents", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

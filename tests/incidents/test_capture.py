@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A step that goes wrong is saved with all it depended on, from before the update, and can be run again."""
+"""Monitor(incidents=...) saves a failing step as it was before the update, and it replays bit for bit."""
 
 import logging
 import math
@@ -55,7 +55,7 @@ MODELS = {"transformer": Transformer, "batch_norm": normalized, "spectral_norm":
 
 
 def loss_function(model, batch):
-    """Noise of all generators, as augmentations use them."""
+    """Use random numbers of all generators, as augmentations do."""
     inputs, labels = batch["inputs"], batch["labels"]
     noise = random.random() + numpy.random.rand() + torch.rand(())
     return nn.functional.cross_entropy(model(inputs + 0.01 * noise).float(), labels)
@@ -87,7 +87,7 @@ def train(
     lr=1e-3,
     rates=None,
 ):
-    """A training whose batch of step `bad` holds one NaN; or whose loss is multiplied in some steps."""
+    """Train with one NaN in the batch of step `bad`, or with a loss multiplied in some steps."""
     random.seed(3)
     numpy.random.seed(3)
     model, optimizer, function = builder(name, fused, lr)()
@@ -128,7 +128,7 @@ def only_incident(directory):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fused", [True, False])
-def test_it_replays_bit_for_bit_and_names_the_sample(name, fused, tmp_path):
+def test_incident_replays_bit_for_bit_and_names_the_sample(name, fused, tmp_path):
     model, monitor = train(tmp_path, name, fused=fused)
     assert all(t.isfinite().all() for t in model.state_dict().values()) and monitor.handle.skipped_steps == 1
     result = fastclip.replay(only_incident(tmp_path), builder(name, fused))
@@ -137,7 +137,7 @@ def test_it_replays_bit_for_bit_and_names_the_sample(name, fused, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_healthy_step_replays_bit_for_bit_too(name, tmp_path):
+def test_incident_with_finite_numbers_replays_bit_for_bit(name, tmp_path):
     """A loss spike, with accumulation: finite numbers, of which every bit is compared."""
     train(tmp_path, name, steps=80, bad=-1, scale_at=(75,), micro_batches=2)
     incident = read_incident(only_incident(tmp_path))
@@ -155,7 +155,7 @@ def test_a_healthy_step_replays_bit_for_bit_too(name, tmp_path):
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, fastclip.GradScaler])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_with_autocast_and_a_scaler(scaler_class, dtype, tmp_path):
+def test_incident_with_autocast_and_a_scaler(scaler_class, dtype, tmp_path):
     """A loss that is NaN is an incident also where a scaler handles the gradients."""
     scaler = scaler_class("cpu", init_scale=2.0**8)
     train(tmp_path, autocast=dtype, scaler=scaler)
@@ -179,7 +179,7 @@ def test_with_autocast_and_a_scaler(scaler_class, dtype, tmp_path):
     assert "10/0/5" in " ".join(result.verdict)
 
 
-def test_an_overflow_is_the_scalers_business_until_it_is_a_collapse(tmp_path):
+def test_overflows_are_an_incident_only_once_the_scale_collapses(tmp_path):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     model, optimizer, _ = builder("transformer")()
     monitor = Monitor(
@@ -201,7 +201,7 @@ def test_an_overflow_is_the_scalers_business_until_it_is_a_collapse(tmp_path):
     assert incident.load(0, "state.pt")["scaler"]["scale"] == 2.0**11
 
 
-def test_a_rate_that_explodes_is_shown_to_come_from_the_step_before(tmp_path):
+def test_replay_blames_the_learning_rate_of_the_step_before(tmp_path):
     options = Incidents(str(tmp_path), snapshot_every=10, kinds=("loss_spike",))
     train(
         tmp_path,
@@ -218,13 +218,13 @@ def test_a_rate_that_explodes_is_shown_to_come_from_the_step_before(tmp_path):
     assert "learning rate" in " ".join(result.verdict) and "80" in " ".join(result.verdict), result
 
 
-def test_what_is_saved_is_from_before_the_update(tmp_path):
-    """And nothing of it shares memory with what the training goes on to change."""
+def test_incident_holds_the_state_before_the_update(tmp_path):
+    """The saved state shares no memory with the training either."""
     model, monitor = train(tmp_path, "batch_norm", steps=11)
     incident = read_incident(only_incident(tmp_path))
     state = incident.load(0, "state.pt")
     for name, parameter in model.named_parameters():
-        assert torch.equal(state["model"][name], parameter)  # the step was left out
+        assert torch.equal(state["model"][name], parameter)  # the step was skipped
     twin, _ = train(tmp_path / "twin", "batch_norm", steps=10, bad=-1)
     for name, tensor in twin.state_dict().items():
         assert torch.equal(state["model"][name], tensor), name
@@ -235,7 +235,7 @@ def test_what_is_saved_is_from_before_the_update(tmp_path):
     assert monitor.records[-1].held
 
 
-def test_what_cannot_be_kept_is_said(tmp_path):
+def test_incident_reports_what_was_not_saved(tmp_path):
     model, optimizer, _ = builder("transformer")()
     monitor = Monitor(model, optimizer, max_norm=1.0, incidents=str(tmp_path))
     inputs = torch.randn(4, 8)
@@ -246,12 +246,12 @@ def test_what_cannot_be_kept_is_said(tmp_path):
     inputs.zero_()
     optimizer.step()
     incident = read_incident(only_incident(tmp_path))
-    told = " ".join(incident.incomplete)
-    assert "inputs was changed in place" in told and "object" in told
+    missing = " ".join(incident.incomplete)
+    assert "inputs was changed in place" in missing and "object" in missing
     assert not incident.manifest["complete"]
 
 
-def test_gradients_with_nan_are_an_incident_though_the_loss_is_finite(tmp_path):
+def test_nan_gradients_are_an_incident_even_if_the_loss_is_finite(tmp_path):
     model, optimizer, _ = builder("transformer")()
     monitor = Monitor(model, optimizer, max_norm=1.0, incidents=str(tmp_path))
     monitor.batch(torch.ones(2, 8))
@@ -265,7 +265,7 @@ def test_gradients_with_nan_are_an_incident_though_the_loss_is_finite(tmp_path):
     assert [p["name"] for p in incident.manifest["parameters"]] == ["head.bias"]
 
 
-def test_a_run_that_has_died_is_saved_once_in_a_while(tmp_path):
+def test_incidents_of_one_kind_are_at_least_100_steps_apart(tmp_path):
     model, optimizer, _ = builder("transformer")()
     monitor = Monitor(model, optimizer, max_norm=1.0, incidents=str(tmp_path))
     for _ in range(120):
@@ -278,7 +278,7 @@ def test_a_run_that_has_died_is_saved_once_in_a_while(tmp_path):
     assert len(list_incidents(tmp_path)) == 1 and monitor.handle.skipped_steps == 120
 
 
-def test_a_disk_that_is_full_stops_nothing(tmp_path, monkeypatch):
+def test_full_disk_does_not_stop_the_training(tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise StoreError(28, "No space left on device")
 
@@ -289,7 +289,7 @@ def test_a_disk_that_is_full_stops_nothing(tmp_path, monkeypatch):
     assert monitor.records[-1].applied
 
 
-def test_mistaken_arguments(tmp_path):
+def test_incidents_raises_on_invalid_arguments(tmp_path):
     model, optimizer, _ = builder("transformer")()
     for options, message in (
         ({"kinds": ("explosion",)}, "kinds of incidents.*explosion"),

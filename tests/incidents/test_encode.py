@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Values as trees that load with weights_only=True, strange ones too."""
+"""encode() and decode() of all kinds of values, hostile ones included."""
 
 import collections
 import dataclasses
@@ -23,20 +23,20 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
 def stored(tree):
-    """As it comes back from a file."""
+    """Save a tree and load it."""
     file = io.BytesIO()
     torch.save(tree, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-def there_and_back(value):
+def round_trip(value):
     tree, problems = encode(value)
     return decode(stored(tree)), problems
 
 
 def same(a, b):
-    """Of the same type, order and bits."""
+    """Return whether two values have the same types, order and bits."""
     if type(a) is not type(b) and not hasattr(a, "_fields"):
         return False
     if isinstance(a, torch.Tensor):
@@ -88,22 +88,22 @@ TREES = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(TREES)
-def test_a_tree_comes_back_as_it_was(value):
-    again, problems = there_and_back(value)
+def test_decode_inverts_encode(value):
+    again, problems = round_trip(value)
     assert same(value, again) and problems == []
 
 
 @pytest.mark.parametrize("value", [b"", bytearray(b"\0\xff"), 1 << 5000, -(1 << 5000), torch.Size([2, 0])])
-def test_what_the_loader_would_refuse(value):
-    again, problems = there_and_back({"it": value})
+def test_encode_converts_what_the_loader_refuses(value):
+    again, problems = round_trip({"it": value})
     assert same({"it": value}, again) and not problems
-    assert there_and_back([torch.float8_e5m2, torch.device("cuda:1")])[0] == [
+    assert round_trip([torch.float8_e5m2, torch.device("cuda:1")])[0] == [
         torch.float8_e5m2,
         torch.device("cuda:1"),
     ]
 
 
-def test_a_part_of_a_storage_does_not_bring_the_rest():
+def test_encode_stores_only_the_visible_part_of_a_storage():
     whole = torch.arange(1 << 20, dtype=torch.float32)
     value = {
         "slice": whole[5:9],
@@ -118,30 +118,30 @@ def test_a_part_of_a_storage_does_not_bring_the_rest():
     assert same(value, decode(stored(tree)))
     images = torch.rand(4, 3, 4, 5).to(memory_format=torch.channels_last)
     for part in (images, images[2:]):
-        assert there_and_back(part)[0].stride() == part.stride()
+        assert round_trip(part)[0].stride() == part.stride()
 
 
-def test_what_occurs_twice_is_stored_once():
+def test_encode_stores_shared_objects_once():
     tensor, items = torch.ones(3), [1]
-    again, _ = there_and_back([tensor, tensor, items, items])
+    again, _ = round_trip([tensor, tensor, items, items])
     assert again[0] is again[1] and again[2] is again[3]
     deep = [1]
     for _ in range(60):
         deep = [deep, deep]  # 2 ** 60 leaves, if each were gone through
-    assert there_and_back(deep)[1] == []
+    assert round_trip(deep)[1] == []
 
 
-def test_tensors_of_all_kinds():
+def test_encode_of_tensor_layouts_and_classes():
     dense = torch.tensor([[0.0, NAN], [2.0, 0.0]])
     parameter = torch.nn.Parameter(torch.ones(2))
     for tensor in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
-        again, problems = there_and_back(tensor)
+        again, problems = round_trip(tensor)
         assert again.layout == tensor.layout and not problems
         assert torch.equal(again.to_dense().nan_to_num(9.0), dense.nan_to_num(9.0))
-    again, problems = there_and_back([parameter, parameter * 2, torch.ones(2, dtype=torch.complex64).conj()])
+    again, problems = round_trip([parameter, parameter * 2, torch.ones(2, dtype=torch.complex64).conj()])
     assert not problems and not any(t.requires_grad for t in again) and type(again[0]) is torch.Tensor
     for tensor in (torch.empty(2, device="meta"), torch.nested.nested_tensor([torch.ones(1)])):
-        again, problems = there_and_back([tensor])
+        again, problems = round_trip([tensor])
         assert isinstance(again[0], Unrestored) and "torch cannot store" in problems[0]
 
 
@@ -149,27 +149,27 @@ class Image(torch.Tensor):
     pass
 
 
-def test_a_subclass_of_tensor_is_stored_as_a_tensor():
-    again, problems = there_and_back(torch.ones(2).as_subclass(Image))
+def test_encode_stores_a_tensor_subclass_as_a_tensor():
+    again, problems = round_trip(torch.ones(2).as_subclass(Image))
     assert type(again) is torch.Tensor and "Image is stored as torch.Tensor" in problems[0]
 
 
 @pytest.mark.parametrize("dtype", ["<f2", ">f4", "f8", "?", "u2", ">u4", "i1", "c16"])
-def test_numpy(dtype):
+def test_encode_of_numpy_arrays(dtype):
     array = numpy.arange(12).astype(dtype).reshape(3, 4)
     for value in (array, array[::-1, ::2], array[1, 1], array[:0], array.T, {array[1, 1]: 1}):
-        again, problems = there_and_back(value)
+        again, problems = round_trip(value)
         assert same(value, again) and not problems
 
 
-def test_numpy_that_torch_has_not():
+def test_encode_reports_numpy_dtypes_that_torch_lacks():
     values = [
         numpy.array([object()]),
         numpy.array(["a"]),
         numpy.datetime64("2020-01-01"),
         numpy.longdouble(1),
     ]
-    again, problems = there_and_back(values)
+    again, problems = round_trip(values)
     assert all(isinstance(v, Unrestored) for v in again) and len(problems) == 4
     assert "value[1]: numpy.ndarray: torch has no dtype <U1" in problems[1]
 
@@ -214,7 +214,7 @@ class Endless(collections.abc.Mapping):
         return Endless()
 
 
-def test_types_that_are_not_built_again():
+def test_encode_stores_other_types_as_attributes_or_base():
     value = [
         Batch(torch.ones(1)),
         collections.UserDict(a=1),
@@ -222,14 +222,14 @@ def test_types_that_are_not_built_again():
         collections.deque([1]),
         numpy.float64(2),
     ]
-    (batch, mapping, color, queue, number), problems = there_and_back(value)
+    (batch, mapping, color, queue, number), problems = round_trip(value)
     assert isinstance(batch, types.SimpleNamespace) and torch.equal(batch.inputs, torch.ones(1))
     assert mapping == {"a": 1} and color == 1 and type(color) is int and queue == [1]
     assert type(number) is numpy.float64
     assert [p.partition(":")[0] for p in problems] == [f"value[{i}]" for i in range(4)]
 
 
-def test_strange_values_are_problems_and_never_raise():
+def test_encode_reports_hostile_values_and_never_raises():
     cycle = [1]
     cycle.append(cycle)
     deep = []
@@ -247,11 +247,11 @@ def test_strange_values_are_problems_and_never_raise():
         types.MappingProxyType({}),
     ]
     for value in strange:
-        again, problems = there_and_back({"it": value, "after": 1})
+        again, problems = round_trip({"it": value, "after": 1})
         assert problems and again["after"] == 1
-    again, problems = there_and_back(BrokenMapping(bad=1, fine=2))
+    again, problems = round_trip(BrokenMapping(bad=1, fine=2))
     assert again["fine"] == 2 and any("reading it raised OSError: gone" in p for p in problems)
-    assert there_and_back([object()] * 3 + [object() for _ in range(500)])[1][-1].startswith("and 40")
+    assert round_trip([object()] * 3 + [object() for _ in range(500)])[1][-1].startswith("and 40")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_strange_values_are_problems_and_never_raise():
     ],
     ids=str,
 )
-def test_what_is_no_tree_is_refused(tree):
+def test_decode_raises_on_other_values(tree):
     with pytest.raises(DecodeError, match="expected"):
         decode(tree)
     endless = []
@@ -280,7 +280,7 @@ def test_what_is_no_tree_is_refused(tree):
         decode(endless[0])
 
 
-def test_without_numpy_its_generator_is_left_alone():
+def test_rng_state_and_encode_without_numpy():
     code = (
         "import sys; sys.modules['numpy'] = None\n"
         "from fastclip.monitor.incidents.rng import rng_state\n"

@@ -186,14 +186,14 @@ def test_a_rank_that_cannot_write(two, tmp_path, capsys, layout):
     assert [(each.step, each.state) for each in further] == [(step, "whole") for step in bad[1:]]
     assert [p.name for p in first.path.iterdir()] == ["rank00000"]
     incident = read_incident(first.path)  # compares all hashes
-    assert incident.incomplete == ["rank 1 has saved nothing"]
+    assert incident.incomplete == ["rank 1 saved nothing"]
     assert main(["incidents", str(tmp_path / "incidents")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "1/2" in lines[1] and "incomplete" in lines[1] and len(lines) == 1 + len(bad)
     if layout == "ddp":
         result = fastclip.replay(first.path, jobs.build)
         assert result.reproduced and not result.fails
-        assert any("rank 1 has saved nothing" in note for note in result.notes)
+        assert any("rank 1 saved nothing" in note for note in result.notes)
     else:
         with pytest.raises(ReplayError, match=r"of which \[1\] are not"):
             fastclip.replay(first.path, jobs.build)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What else belongs to a state: parts of tensors on several ranks, and random number generators.
+"""States of several ranks: shards of tensors, and random number generators.
 
-A fake process group lets one process be each of the ranks in turn: nothing here is sent.
+A fake process group lets one process be each rank in turn, without communication.
 """
 
 import copy
@@ -23,8 +23,8 @@ from fastclip.monitor.incidents.rng import rng_state, set_rng_state
 from fastclip.monitor.incidents.shards import full_state, local_state
 
 
-def there_and_back(value):
-    """Through a tree and a file."""
+def round_trip(value):
+    """Encode, save, load and decode a value; return it and the problems."""
     file = io.BytesIO()
     tree, problems = encode(value)
     torch.save(tree, file)
@@ -36,7 +36,7 @@ FULL = torch.arange(11 * 5, dtype=torch.float32).reshape(11, 5)
 
 
 def as_each_rank(world, mesh_shape, function):
-    """What the function returns for the mesh as each rank sees it."""
+    """Return what the function gives for the mesh of each rank."""
     found = []
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
@@ -66,7 +66,7 @@ PLACEMENTS = [
 
 
 @pytest.mark.parametrize(("shape", "placements"), PLACEMENTS, ids=lambda p: str(p).replace(" ", ""))
-def test_whole_tensors_from_the_parts_of_all_ranks(shape, placements):
+def test_full_state_assembles_the_shards_of_all_ranks(shape, placements):
     def state(mesh):
         weight = sharded(FULL, mesh, placements)
         moments = {0: {"exp_avg": sharded(FULL * 2, mesh, placements), "step": torch.tensor(3.0)}}
@@ -79,7 +79,7 @@ def test_whole_tensors_from_the_parts_of_all_ranks(shape, placements):
         }
         assert shards["model/layer.weight"]["global_shape"] == [11, 5]
         assert shards["model/layer.weight"]["placements"] == [repr(p) for p in placements]
-        local, problems = there_and_back(local)
+        local, problems = round_trip(local)
         assert not problems and type(local["model"]["layer.weight"]) is torch.Tensor
         return local, copy.deepcopy(shards)
 
@@ -95,7 +95,7 @@ def test_whole_tensors_from_the_parts_of_all_ranks(shape, placements):
             full_state(parts[:missing])
 
 
-def test_scalars_and_dtypes_of_shards():
+def test_full_state_keeps_scalars_and_dtypes():
     def state(mesh):
         values = {"b": sharded(torch.ones(5, dtype=torch.bfloat16), mesh, [Shard(0)])}
         return local_state({**values, "n": sharded(torch.tensor(2), mesh, [Replicate()])})
@@ -105,7 +105,7 @@ def test_scalars_and_dtypes_of_shards():
     assert whole["n"].shape == () and whole["n"] == 2
 
 
-def test_what_does_not_fit_is_refused():
+def test_full_state_raises_on_shards_that_do_not_match():
     def state(mesh):
         return local_state({"w": sharded(FULL, mesh, [Shard(0)])})
 
@@ -114,8 +114,8 @@ def test_what_does_not_fit_is_refused():
         (lambda local, shards: local.update(w=local["w"][:1]), "expected all 55 elements"),
         (lambda local, shards: local.pop("w"), "w: expected state 1 to have a shard of shape"),
         (lambda local, shards: shards.clear(), "w: expected state 1 to have a shard of shape"),
-        (lambda local, shards: shards["w"].update(offsets=[9, 0]), "expected a part within 11 elements"),
-        (lambda local, shards: shards["w"].update(runs={"0": [[0, 2]]}), "it does not fit"),
+        (lambda local, shards: shards["w"].update(offsets=[9, 0]), "expected a shard within 11 elements"),
+        (lambda local, shards: shards["w"].update(runs={"0": [[0, 2]]}), "does not match"),
     ]:
         wrong = copy.deepcopy(parts)
         change(*wrong[1])
@@ -125,15 +125,15 @@ def test_what_does_not_fit_is_refused():
         full_state([])
 
 
-def test_sums_that_are_not_made_are_refused():
+def test_full_state_raises_on_partial_sums():
     def state(mesh):
         return local_state({"g": DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)})
 
-    with pytest.raises(ValueError, match=r"g: expected values, but got sums .*Partial\(sum\)"):
+    with pytest.raises(ValueError, match=r"g: cannot assemble unreduced partial sums: .*Partial\(sum\)"):
         full_state(as_each_rank(2, (2,), state))
 
 
-def test_a_shard_in_a_tree():
+def test_encode_stores_a_dtensor_as_its_shard():
     def tree(mesh):
         return encode([sharded(FULL, mesh, [Shard(0)])])
 
@@ -143,7 +143,7 @@ def test_a_shard_in_a_tree():
     assert again.description["global_shape"] == [11, 5] and again.description["offsets"] == [0, 0]
 
 
-def test_a_state_without_shards_is_the_very_same():
+def test_local_state_without_dtensors_copies_nothing():
     model = torch.nn.Linear(2, 2)
     local, shards = local_state(model.state_dict())
     assert shards == {} and local["weight"].data_ptr() == model.weight.data_ptr()
@@ -160,13 +160,13 @@ def draw():
     )
 
 
-def test_generators_go_on_where_they_were():
+def test_set_rng_state_restores_all_generators():
     random.gauss(0, 1), numpy.random.randn(), torch.rand(3)  # both keep a second normal number
-    before = there_and_back(rng_state())[0]
+    before = round_trip(rng_state())[0]
     first = draw()
     assert draw() != first
     assert set_rng_state(before) == []
     assert draw() == first
     assert set_rng_state({**before, "cuda": {99: before["torch"]}}) == [
-        "the state of the generator of cuda:99 was not set: there is no such device"
+        "the generator state of cuda:99 was not restored: there is no such device"
     ]

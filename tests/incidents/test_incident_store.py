@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Incidents on the disk: whole or not there, whatever happens, and bounded."""
+"""IncidentStore saves atomically under kills, full disks and races, and stays bounded."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ def names(directory):
 
 
 def in_a_child(function):
-    """The exit status of a process forked for it: 0 if it returned."""
+    """Return the exit status of a forked process: 0 if the function returned."""
     if (pid := os.fork()) == 0:
         status = 1
         try:
@@ -44,7 +44,7 @@ def in_a_child(function):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_an_incident_comes_back(tmp_path):
+def test_read_incident_returns_what_was_saved(tmp_path):
     path = save(IncidentStore(tmp_path / "made" / "here"))
     assert path == tmp_path / "made/here/00000040-nonfinite/rank00000"
     assert names(path) == ["batches.pt", "manifest.json", "state.pt"]
@@ -60,11 +60,11 @@ def test_an_incident_comes_back(tmp_path):
     assert manifest["versions"]["torch"] == torch.__version__ and abs(manifest["time"] - time.time()) < 60
     strict = json.loads((path / "manifest.json").read_bytes(), parse_constant=pytest.fail)
     assert strict["record"]["loss"] == "NaN" and strict["fastclip_incident"] == 1
-    with pytest.raises(IncidentError, match=r"expected 'snapshot.pt' of rank 0, but it was not saved"):
+    with pytest.raises(IncidentError, match=r"rank 0 did not save 'snapshot.pt'"):
         incident.load(0, "snapshot.pt")
 
 
-def test_a_manifest_takes_what_json_has_not(tmp_path):
+def test_save_writes_manifest_values_that_json_lacks(tmp_path):
     strange = {"tensor": torch.tensor(NAN), "set": {1}, "many": torch.ones(2), "path": tmp_path, 3: "\ud800"}
     cycle = {}
     cycle["again"] = cycle
@@ -77,7 +77,7 @@ def test_a_manifest_takes_what_json_has_not(tmp_path):
     assert incident.incomplete == ["no batch"] and incident.manifest["complete"] is False
 
 
-def test_kills_leave_no_broken_incident(tmp_path):
+def test_save_is_atomic_under_kills(tmp_path):
     def write_until_killed(first, ready):
         store = IncidentStore(tmp_path, max_incidents=3)
         os.write(ready, b"!")
@@ -112,8 +112,8 @@ def test_kills_leave_no_broken_incident(tmp_path):
     assert torn > 20 and len(seen) > 20, f"{torn} torn, {len(seen)} whole: the kills came at the wrong time"
 
 
-def test_ranks_save_while_others_start(tmp_path):
-    """A store that starts removes empty directories, also one that a rank has made just now."""
+def test_save_succeeds_while_other_stores_start(tmp_path):
+    """A starting store removes empty directories, even one that a rank has just made."""
     waiting, go = os.pipe()
 
     def rank_saves(rank):
@@ -141,7 +141,7 @@ def test_ranks_save_while_others_start(tmp_path):
     assert [summary.state for summary in list_incidents(tmp_path)] == ["whole"] * 30
 
 
-def test_leftovers_of_the_dead_only(tmp_path):
+def test_store_removes_leftovers_of_dead_processes_only(tmp_path):
     dead = os.fork() or os._exit(0)
     os.waitpid(dead, 0)
     old = time.time() - 2 * 86400
@@ -169,7 +169,7 @@ def test_leftovers_of_the_dead_only(tmp_path):
     assert list_incidents(tmp_path) == []  # nothing is in it yet
 
 
-def test_a_full_disk(tmp_path):
+def test_save_on_a_full_disk_leaves_nothing(tmp_path):
     save(IncidentStore(tmp_path), 1)
 
     def fill():
@@ -185,7 +185,7 @@ def test_a_full_disk(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["mkdir", "fsync", "rename"])
-def test_a_failure_at_any_call(tmp_path, monkeypatch, call):
+def test_save_that_fails_at_any_system_call_leaves_nothing(tmp_path, monkeypatch, call):
     store = IncidentStore(tmp_path)
     save(store, 1)
     real, calls, failed = getattr(os, call), [], 0
@@ -212,7 +212,7 @@ def test_a_failure_at_any_call(tmp_path, monkeypatch, call):
     save(store, 99)
 
 
-def test_what_cannot_be_loaded_is_not_saved(tmp_path):
+def test_save_raises_on_values_that_cannot_be_loaded(tmp_path):
     store = IncidentStore(tmp_path)
     for value, message in [
         (lambda: 0, "state.pt: "),
@@ -222,16 +222,16 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path):
         with pytest.raises(StoreError, match=message):
             save(store, files={"state.pt": value})
     for name in ("../state.pt", "a/b", "manifest.json", ".hidden", ""):
-        with pytest.raises(ValueError, match="expected the name of a file"):
+        with pytest.raises(ValueError, match="expected a plain file name"):
             save(store, files={name: 1})
-    with pytest.raises(ValueError, match="expected a step and a rank of 1"):
+    with pytest.raises(ValueError, match="expected step >= 0 and 0 <= rank < 1"):
         save(store, rank=1)
     assert names(tmp_path) == []
 
 
-def test_a_directory_that_cannot_be_written(tmp_path):
+def test_store_raises_on_a_read_only_directory(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="expected a directory for incidents that can be written"):
+    with pytest.raises(OSError, match="cannot write to the directory of incidents"):
         IncidentStore(tmp_path / "file")
     (tmp_path / "read-only").mkdir(mode=0o555)
     os.chmod(tmp_path, 0o755)
@@ -239,7 +239,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     def as_nobody():
         if os.getuid() == 0:
             os.setuid(65534)
-        with pytest.raises(PermissionError, match="expected a directory for incidents that can be written"):
+        with pytest.raises(PermissionError, match="cannot write to the directory of incidents"):
             IncidentStore(tmp_path / "read-only")
 
     assert in_a_child(as_nobody) == 0
@@ -248,7 +248,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
             IncidentStore(tmp_path, **wrong)
 
 
-def test_the_same_step_again(tmp_path):
+def test_save_numbers_incidents_of_the_same_step(tmp_path):
     first, second = IncidentStore(tmp_path), IncidentStore(tmp_path)
     assert save(first, world=2).parent.name == "00000040-nonfinite"
     assert save(first, world=2).parent.name == "00000040-nonfinite-2"
@@ -257,7 +257,7 @@ def test_the_same_step_again(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_ranks_that_fail_do_not_mix_incidents(tmp_path):
+def test_failed_saves_do_not_mix_incidents_of_ranks(tmp_path):
     ranks = [IncidentStore(tmp_path), IncidentStore(tmp_path)]
     save(ranks[0], world=2)
     with pytest.raises(StoreError):
@@ -270,11 +270,11 @@ def test_ranks_that_fail_do_not_mix_incidents(tmp_path):
         for rank, store in enumerate(stores):
             assert save(store, rank=rank, world=2).parent.name == f"00000040-nonfinite-{number}"
     (left_alone, again) = list_incidents(tmp_path)
-    assert left_alone.state == "incomplete" and left_alone.incident.incomplete == ["rank 1 has saved nothing"]
+    assert left_alone.state == "incomplete" and left_alone.incident.incomplete == ["rank 1 saved nothing"]
     assert again.state == "whole" and again.incident.ranks == [0, 1]
 
 
-def test_the_first_and_the_newest_are_kept(tmp_path):
+def test_save_retains_the_first_and_the_newest_incident(tmp_path):
     store = IncidentStore(tmp_path, max_incidents=4)
     for step in (50, 3, 4, 5, 6, 7):  # a resumed run has smaller steps; the first incident stays the first
         save(store, step)

@@ -133,7 +133,7 @@ def test_missing_rank(tmp_path, shards):
             fastclip.replay(path, build)
         return
     result = fastclip.replay(path, build)
-    assert result.reproduced and "not saved: rank 1 has saved nothing" in result.notes
+    assert result.reproduced and "not saved: rank 1 saved nothing" in result.notes
     assert {c.name for c in result.compared} == {"loss"} and len(result.compared) == 2
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Evidence of an incident: stored so that nothing can break it, read back without running what is in it."""
+"""Incidents: steps that go wrong, captured in a training, stored atomically, read without running code."""

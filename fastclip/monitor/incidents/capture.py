@@ -170,7 +170,10 @@ class Capture:
     def _save(
         self, kind: str, step: CapturedStep, event: Event, record: Record, records: Sequence[Record]
     ) -> None:
-        problems = [f"buffer {name} was changed for the first time" for name in step.unseen_buffers]
+        problems = [
+            f"buffer {name} changed for the first time, and its value before was not copied"
+            for name in step.unseen_buffers
+        ]
         first = step.first_start()
         state = self._state({} if first is None else first.buffers)
         self._undo_later_changes(state, step, record)
@@ -229,7 +232,7 @@ class Capture:
         changed = [name for name, tensor, version in micro.versions if tensor._version != version]
         problems += [f"{place}: {name} was changed in place after monitor.batch()" for name in changed]
         if micro.start is None:
-            problems.append(f"{place}: no forward of the model was seen")
+            problems.append(f"{place}: the model ran no forward on it")
         start, ids = micro.start, micro.sample_ids
         return {
             "step": micro.step,

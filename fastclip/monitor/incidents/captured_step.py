@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What capture keeps of the last steps, until a step is saved or they are too old."""
+"""What a capture holds of the last steps until one is saved or they are too old."""
 
 from __future__ import annotations
 

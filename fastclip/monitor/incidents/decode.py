@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From a tree that encode made, see tree.py, back to a value."""
+"""Decoding of the trees that encode.py makes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_DEPTH = 200  # more than encode makes; the stack of Python bears it
+_MAX_DEPTH = 200  # more than encode makes, and well below Python's recursion limit
 _SCALARS = (type(None), bool, int, float, complex, str)
 
 
 class DecodeError(ValueError):
-    """What is to be decoded is no tree that encode made; the message says what was found."""
+    """Raised for what encode() did not make; the message says what was found."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Unrestored:
-    """Stands for a value that could not be stored.
+    """A placeholder for a value that could not be stored.
 
     Attributes:
-        type_name: module and name of its type.
-        text: what repr() said of it, shortened.
+        type_name: the module and name of its type.
+        text: its repr, shortened.
     """
 
     type_name: str
@@ -38,8 +38,8 @@ class StoredShard:
     """The part of a DTensor that was on one process.
 
     Attributes:
-        local: its values.
-        description: where they lie in the whole tensor, see
+        local: the values on that process.
+        description: their place in the whole tensor, see
             :func:`fastclip.monitor.incidents.shards.describe_shard`.
     """
 
@@ -48,37 +48,39 @@ class StoredShard:
 
 
 def decode(tree: Any) -> Any:
-    """The value of a tree. Arrays come back as tensors where NumPy is not installed.
+    """Return the value of a tree; without NumPy, its arrays become tensors.
 
     Raises:
-        DecodeError: it is no tree of encode.
+        DecodeError: encode() did not make the tree.
     """
     return _Decoder().decode(tree, 0)
 
 
 class _Decoder:
     def __init__(self) -> None:
-        self._known: dict[int, Any] = {}  # by identity of the node, all of which the tree keeps alive
+        self._known: dict[int, Any] = {}  # by id of the node: the tree keeps all nodes alive
 
     def decode(self, node: Any, depth: int) -> Any:
         if type(node) in _SCALARS or isinstance(node, Tensor):
             return node
         if type(node) is not tuple or not node or type(node[0]) is not str or node[0] not in _MAKERS:
-            raise DecodeError(f"expected a node of a tree, but got {repr(node)[:80]}")
+            raise DecodeError(f"expected an encoded value, but got {repr(node)[:80]}")
         if depth > _MAX_DEPTH:
-            raise DecodeError(f"expected a tree that is at most {_MAX_DEPTH} deep, but got a deeper one")
+            raise DecodeError(f"expected at most {_MAX_DEPTH} nested containers, but got a deeper tree")
         if id(node) not in self._known:
             try:
                 self._known[id(node)] = _MAKERS[node[0]](self, depth + 1, *node[1:])
             except DecodeError:
                 raise
             except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-                raise DecodeError(f"expected a node of a tree, but got {node[0]!r} with {error}") from error
+                raise DecodeError(
+                    f"expected an encoded value, but got an invalid {node[0]!r}: {error}"
+                ) from error
         return self._known[id(node)]
 
     def all(self, nodes: Any, depth: int) -> list[Any]:
         if type(nodes) is not list:
-            raise DecodeError(f"expected a list of nodes, but got {type(nodes).__name__}")
+            raise DecodeError(f"expected a list of encoded values, but got {type(nodes).__name__}")
         return [self.decode(node, depth) for node in nodes]
 
     def pairs(self, depth: int, keys: Any, values: Any) -> list[tuple[Any, Any]]:
@@ -86,7 +88,7 @@ class _Decoder:
 
 
 def _namedtuple(decoder: _Decoder, depth: int, name: str, fields: list[str], items: list[Any]) -> Any:
-    # The names are identifiers or are refused, so that none of them is code.
+    # namedtuple refuses names that are not identifiers, so that none can be code.
     return collections.namedtuple(name, fields)(*decoder.all(items, depth))
 
 
@@ -101,9 +103,9 @@ def _array(decoder: _Decoder, depth: int, tensor: Tensor, dtype: str, is_scalar:
         return tensor
     wanted = numpy.dtype(dtype)
     if wanted.kind not in "biufc":
-        raise DecodeError(f"expected the dtype of a number, but got {dtype!r}")
+        raise DecodeError(f"expected a numeric dtype, but got {dtype!r}")
     array = tensor.numpy()
-    # A copy only where the bytes have another order; astype would make a new one of the same dtype too.
+    # astype would copy even to the same dtype.
     array = array if array.dtype == wanted else array.astype(wanted)
     return array[()] if is_scalar else array
 

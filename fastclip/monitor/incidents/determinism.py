@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Settings of torch, not of a training, that decide over the last bits of its results."""
+"""The settings of torch on which the last bits of results depend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rng import rng_state, set_rng_state
 
 
 def deterministic_settings() -> dict[str, Any]:
-    """As JSON: what :func:`use_settings` puts back."""
+    """Return the current settings, which :func:`use_settings` restores, as JSON values."""
     return {
         "algorithms": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -21,7 +21,7 @@ def deterministic_settings() -> dict[str, Any]:
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "threads": torch.get_num_threads(),  # a sum in other pieces is another sum
+        "threads": torch.get_num_threads(),  # the order of a sum depends on it
     }
 
 
@@ -41,11 +41,13 @@ def _set(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def use_settings(settings: Mapping[str, Any]) -> Iterator[None]:
-    """With these settings, and with gradients; afterwards the caller's own, and the random numbers go on for
-    the caller where they were."""
-    before, numbers = deterministic_settings(), rng_state()
+    """Apply the settings and enable gradients for the duration of the context.
+
+    Afterwards the caller's own settings and the states of its random number generators are restored.
+    """
+    before, generators = deterministic_settings(), rng_state()
     with ExitStack() as stack:
-        stack.callback(set_rng_state, numbers)
+        stack.callback(set_rng_state, generators)
         stack.callback(_set, before)
         stack.enter_context(torch.enable_grad())
         _set(settings)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Any value as a tree of plain values and tensors that loads with ``weights_only=True``, and back.
+"""Encoding of any value as a tree of plain values and tensors that loads with ``weights_only=True``.
 
-A scalar stands for itself, and so does a plain tensor. Everything else is a tuple whose first item says what
-it is: ("list", items), ("dict", keys, values) and so on. What occurs twice in a value is one object in its
-tree.
+Scalars and plain tensors encode to themselves. Everything else becomes a tuple whose first item names the
+type: ("list", items), ("dict", keys, values) and so on. An object that occurs twice in a value occurs twice
+in its tree, as one object.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from .shards import describe_shard, dtensor_type
 
-_MAX_DEPTH = 100  # of nested containers: pickle calls itself twice for each
-_MAX_NODES = 500_000  # a value that makes its parts anew at each look has no end
+_MAX_DEPTH = 100  # nested containers: pickle recurses twice for each
+_MAX_NODES = 500_000  # a value that makes new parts on each access would never end
 _MAX_PROBLEMS = 100
 _MAX_REPR = 500  # characters
-_LARGEST_INT_BITS = 2000  # the loader reads integers of up to 255 bytes
+_LARGEST_INT_BITS = 2000  # weights_only=True loads integers of up to 255 bytes
 _SCALARS = frozenset({type(None), bool, float, complex, str})
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 _MAPPINGS: dict[type, str] = {collections.OrderedDict: "ordered_dict", collections.Counter: "counter"}
@@ -51,10 +51,11 @@ def encode(value: Any) -> tuple[Any, list[str]]:
     Never raises an Exception, whatever the value does.
     """
     encoder = _Encoder()
-    return encoder.encode(value, "value", hashable=False), encoder.told()
+    return encoder.encode(value, "value", hashable=False), encoder.problems()
 
 
 def type_name(kind: type) -> str:
+    """Return the module and name of a type, without "builtins"."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -69,22 +70,22 @@ def _shown(value: Any) -> str:
 class _Encoder:
     def __init__(self) -> None:
         self._problems: list[str] = []
-        self._left_out = 0
+        self._unlisted = 0
         self._nodes = 0
         self._open: set[int] = set()
-        # By identity: the node, and the object itself, so that no other one gets its identity.
+        # By id: the node, and the object itself, which keeps its id from being reused.
         self._known: dict[tuple[int, bool], tuple[Any, Any]] = {}
 
-    def told(self) -> list[str]:
-        if self._left_out:
-            self._problems.append(f"and {self._left_out} more")
-        return self._problems
+    def problems(self) -> list[str]:
+        """Return a sentence on each value that will decode to something else."""
+        more = [f"and {self._unlisted} more"] if self._unlisted else []
+        return self._problems + more
 
     def _problem(self, path: str, what: str) -> None:
         if len(self._problems) < _MAX_PROBLEMS:
             self._problems.append(f"{path}: {what}")
         else:
-            self._left_out += 1
+            self._unlisted += 1
 
     def _unrestored(self, value: Any, path: str, why: str) -> tuple[str, str, str]:
         name = type_name(type(value))
@@ -101,7 +102,7 @@ class _Encoder:
         if (found := self._known.get(key)) is not None:
             return found[0]
         if id(value) in self._open:
-            return self._unrestored_briefly(value, path, "a cycle: it is a part of itself")
+            return self._unrestored_briefly(value, path, "a cycle: it contains itself")
         if len(self._open) >= _MAX_DEPTH:
             return self._unrestored_briefly(value, path, f"nested more than {_MAX_DEPTH} deep")
         self._nodes += 1
@@ -111,18 +112,16 @@ class _Encoder:
         try:
             node = self._encode(value, kind, path, hashable)
         except Exception as error:
-            node = self._unrestored(
-                value, path, f"looking at it raised {type(error).__name__}: {error}"[:300]
-            )
+            node = self._unrestored(value, path, f"reading it raised {type(error).__name__}: {error}"[:300])
         finally:
             self._open.discard(id(value))
         if hashable and type(node) is tuple and node[0] not in _HASHABLE:
-            node = self._unrestored(value, path, "as a key it would not be hashable")
+            node = self._unrestored(value, path, "its stored form is not hashable, so it cannot be a key")
         self._known[key] = node, value
         return node
 
     def _unrestored_briefly(self, value: Any, path: str, why: str) -> tuple[str, str, str]:
-        """Without its repr, which may be as deep as the value."""
+        """Note the problem without the repr, which may be as deep as the value."""
         name = type_name(type(value))
         self._problem(path, f"{name}: {why}")
         return ("repr", name, f"<{why}>")
@@ -192,7 +191,7 @@ class _Encoder:
             names = [name for name in attributes if isinstance(name, str)]
         else:
             return self._unrestored(value, path, "an unknown type")
-        self._problem(path, f"{type_name(kind)} is not built again but stored as its attributes")
+        self._problem(path, f"{type_name(kind)} is stored as its attributes")
         parts = [self._part(functools.partial(getattr, value, name), f"{path}.{name}") for name in names]
         return ("object", type_name(kind), names, parts)
 
@@ -212,7 +211,7 @@ class _Encoder:
         if value.is_meta or value.is_nested or not _is_storable(value.dtype, value.is_quantized):
             return self._unrestored(value, path, f"torch cannot store {value.dtype} on {value.device} here")
         if hasattr(kind, "__tensor_flatten__") or _has_no_memory(value):
-            return self._unrestored(value, path, "a tensor made of others")
+            return self._unrestored(value, path, "a tensor subclass that wraps other tensors")
         if kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
             self._problem(path, f"{type_name(kind)} is stored as torch.Tensor")
         return plain_tensor(value)
@@ -221,7 +220,7 @@ class _Encoder:
         if value.dtype.kind not in "biufc" or value.dtype.itemsize > (16 if value.dtype.kind == "c" else 8):
             return self._unrestored(value, path, f"torch has no dtype {value.dtype}")
         if issubclass(kind, numpy.ma.MaskedArray):
-            return self._unrestored(value, path, "an array with a mask")
+            return self._unrestored(value, path, "a masked array")
         if issubclass(kind, numpy.ndarray) and kind is not numpy.ndarray:
             self._problem(path, f"{type_name(kind)} is stored as numpy.ndarray")
         native = numpy.array(value, dtype=value.dtype.newbyteorder("="), order="C", copy=True)
@@ -229,9 +228,9 @@ class _Encoder:
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """A torch.Tensor without history that holds the values and no more than them.
+    """Return a detached torch.Tensor whose storage holds the values and nothing else.
 
-    Shares its memory with the tensor if that fills its storage.
+    It shares memory with `tensor` if that fills its storage.
     """
     with torch.no_grad():
         plain = tensor.detach()
@@ -245,7 +244,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def _has_no_memory(tensor: Tensor) -> bool:
-    """Whether a subclass keeps its values elsewhere than in memory of its own."""
+    """Return whether a tensor subclass holds its values outside its own storage."""
     if tensor.layout is not torch.strided:
         return False
     try:
@@ -256,7 +255,7 @@ def _has_no_memory(tensor: Tensor) -> bool:
 
 @functools.cache
 def _is_storable(dtype: torch.dtype, is_quantized: bool) -> bool:
-    """Of some dtypes torch makes tensors that it cannot save."""
+    """Return whether torch can save and load this dtype, which is not so for all."""
     if is_quantized:
         return True
     try:

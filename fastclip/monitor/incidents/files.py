@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The names of an incident's files, and files that are on the disk when they are closed."""
+"""The file names of incidents, and files that are synced to disk when they are closed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..sinks.json_numbers import spell_nonfinite
 FORMAT = 1
 VERSION_KEY = "fastclip_incident"
 MANIFEST = "manifest.json"
-LARGEST_WORLD = 1_000_000  # ranks; more are a damaged number
+LARGEST_WORLD = 1_000_000  # ranks; a larger number is taken for damage
 
 INCIDENT_NAME = re.compile(r"(\d{8,})-([A-Za-z0-9_.]+)(?:-(\d+))?")
 RANK_NAME = re.compile(r"rank(\d{5,})")
@@ -37,34 +37,35 @@ _DAY = 86400.0  # seconds
 
 
 class StoreError(OSError):
-    """An incident that could not be saved; earlier ones are as they were."""
+    """Raised when an incident could not be saved; earlier ones are unchanged."""
 
 
 def host_name() -> str:
-    """The name of this machine as a part of a file's name."""
+    """Return the name of this machine, with the characters that file names allow."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())
 
 
 def incident_name(step: int, kind: str, number: int) -> str:
-    """Of the incident `number`, from 1, of a kind of event in a step."""
+    """Return the directory name of the incident `number`, from 1, of this step and kind."""
     safe = re.sub(r"[^A-Za-z0-9_.]", "_", kind)[:100] or "_"
     return f"{step:08}-{safe}" + (f"-{number}" if number > 1 else "")
 
 
 def rank_name(rank: int) -> str:
+    """Return the directory name of a rank in an incident."""
     return f"rank{rank:05}"
 
 
 def temporary_name(of: str) -> str:
-    """Tells who is at work on it: the process and, since a directory may be shared, the machine."""
+    """Return a hidden name that holds the process and, since directories may be shared, the machine."""
     return f".{of}.tmp-{os.getpid()}-{host_name()}"
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether it is a temporary directory whose maker is gone.
+    """Return whether this is a temporary directory whose process is gone.
 
-    A process of another machine cannot be asked, and a process's number may have become another's: after a
-    day nobody is still at work on it.
+    Processes of other machines cannot be checked, and process ids are reused: after a day, a temporary
+    directory counts as left over in any case.
     """
     match = _LEFTOVER.fullmatch(path.name)
     if match is None:
@@ -76,21 +77,21 @@ def is_leftover(path: Path) -> bool:
             return False
         os.kill(int(match[1]), 0)
     except FileNotFoundError:
-        return False  # somebody else has removed it
+        return False  # another process has removed it
     except (ProcessLookupError, OverflowError):
         return True
     except OSError:
-        return False  # it lives, and is another user's
+        return False  # the process exists and belongs to another user
     return False
 
 
 def remove_tree(path: Path) -> None:
-    """As far as it can be removed; others may be at it too."""
+    """Remove a directory as far as possible; other processes may be removing it too."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def directory_bytes(directory: Path) -> int:
-    """What the files below it take, in bytes, as far as they are there still."""
+    """Return the bytes of all files below a directory, skipping those that vanish meanwhile."""
     total = 0
     for file in directory.rglob("*"):
         with contextlib.suppress(OSError):
@@ -99,7 +100,7 @@ def directory_bytes(directory: Path) -> int:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until its entries are on the disk, where the file system can tell."""
+    """Wait until the entries of a directory are on disk, if the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -111,12 +112,12 @@ def sync_directory(path: Path) -> None:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written and on the disk once it is closed.
+    """A new file that is hashed while it is written and synced to disk when it is closed.
 
-    What goes wrong in a write is raised by close(): torch's writer would make another error of it.
+    Errors of write() are raised by close(), since torch's writer would replace them by its own.
 
     Attributes:
-        bytes: how many were written.
+        bytes: the number of bytes written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,11 +127,12 @@ class HashingFile:
         self.bytes = 0
 
     def write(self, data: Any) -> int:
+        """Write and hash the data; return its size in bytes."""
         view = memoryview(data).cast("B")
         if self._error is None:
             try:
                 rest = view
-                while rest:  # a full disk takes a part, and the next call says why
+                while rest:  # a full disk accepts a part, and the next call raises
                     rest = rest[self._file.write(rest) :]
                 self._hash.update(view)
             except Exception as error:
@@ -139,10 +141,10 @@ class HashingFile:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: writes are not buffered."""
 
     def close(self) -> dict[str, Any]:
-        """Its size and hash, as a manifest has them."""
+        """Sync and close the file; return its "bytes" and "sha256" for the manifest."""
         try:
             if self._error is not None:
                 raise self._error
@@ -152,16 +154,17 @@ class HashingFile:
         return {"bytes": self.bytes, "sha256": self._hash.hexdigest()}
 
     def abandon(self) -> None:
+        """Close the file without syncing it."""
         self._file.close()
 
 
 def save_object(path: Path, value: Any) -> dict[str, Any]:
-    """Save with torch.save what can be loaded with ``weights_only=True``; the size and hash of the file.
+    """Save a value with torch.save; return the "bytes" and "sha256" of the file for the manifest.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: it could not be loaded without running code of a pickle.
-        Exception: what torch.save raises for what cannot be pickled.
+        OSError: the file cannot be written.
+        ValueError: the file would not load with ``weights_only=True``.
+        Exception: whatever torch.save raises for a value that cannot be pickled.
     """
     file = HashingFile(path)
     try:
@@ -171,7 +174,7 @@ def save_object(path: Path, value: Any) -> dict[str, Any]:
         raise
     entry = file.close()
     try:
-        # With mmap it reads what the tensors are, but not their values.
+        # With mmap the values of the tensors are not read.
         torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except Exception as error:
         raise ValueError(f"it would not load with weights_only=True: {first_sentence(error)}") from error
@@ -179,7 +182,7 @@ def save_object(path: Path, value: Any) -> dict[str, Any]:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Of an error of torch.load, which goes on with advice to switch its safety off."""
+    """Return the first sentence of a torch.load error, without its advice to disable weights_only."""
     text = str(error)
     if (found := _UNSUPPORTED.search(text)) is not None:
         return found[0]
@@ -187,7 +190,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:
-    """As strict JSON; what JSON has not is told by its repr."""
+    """Return the manifest as strict JSON; values of other types are written as their repr."""
     return json.dumps(spell_nonfinite(_plain(manifest, 0)), indent=1, allow_nan=False).encode() + b"\n"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reading incidents: whether they are whole, what is in them, and never any code of theirs."""
+"""Reading of saved incidents, which checks them for damage and runs no code from them."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 class IncidentError(ValueError):
-    """An incident that cannot be read; the message says which file, what was found and why that is wrong."""
+    """Raised for an incident that cannot be read; the message names the file and what is wrong with it."""
 
 
 @dataclass
 class Incident:
-    """One incident, of all ranks that saved it or of one.
+    """One incident, as saved by all ranks or by one of them.
 
     Attributes:
         path: the directory it was read from.
-        manifests: by rank.
+        manifests: the manifest of each rank.
         paths: the directory of each rank.
-        missing: ranks that should be there and are not; none if it was read from the directory of one rank.
+        missing: ranks that saved nothing; empty if the directory of one rank was read.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Incident:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Of the lowest rank."""
+        """The manifest of the lowest rank."""
         return self.manifests[self.ranks[0]]
 
     @property
@@ -78,8 +78,8 @@ class Incident:
 
     @property
     def incomplete(self) -> list[str]:
-        """A sentence on each thing that was not saved, on any rank."""
-        found = [f"rank {rank} has saved nothing" for rank in self.missing]
+        """A sentence on each thing that some rank did not save."""
+        found = [f"rank {rank} saved nothing" for rank in self.missing]
         several = len(self.manifests) > 1
         for rank in self.ranks:
             why = self.manifests[rank].get("incomplete") or []
@@ -88,20 +88,22 @@ class Incident:
 
     @property
     def bytes(self) -> int:
-        """What the files of all ranks take, without the manifests."""
+        """The size of the files of all ranks in bytes, without the manifests."""
         return sum(entry["bytes"] for its in self.manifests.values() for entry in its["files"].values())
 
     def has(self, rank: int, name: str) -> bool:
+        """Return whether the rank saved a file of this name."""
         return rank in self.manifests and name in self.manifests[rank]["files"]
 
     def load(self, rank: int, name: str) -> Any:
-        """What the rank saved in the file, on the CPU. No code of it is run: ``weights_only=True``.
+        """Load a file of a rank to the CPU with ``weights_only=True``, so that no code in it runs.
 
         Raises:
-            IncidentError: there is no such file, it is damaged, or it holds more than values and tensors.
+            IncidentError: the rank did not save the file, it is damaged, or it holds more than values and
+                tensors.
         """
         if not self.has(rank, name):
-            raise IncidentError(f"{self.path}: expected {name!r} of rank {rank}, but it was not saved")
+            raise IncidentError(f"{self.path}: rank {rank} did not save {name!r}")
         path = self.paths[rank] / name
         try:
             return torch.load(path, weights_only=True, map_location="cpu")
@@ -109,21 +111,21 @@ class Incident:
             raise IncidentError(f"{path}: {error.strerror or error}") from error
         except Exception as error:
             raise IncidentError(
-                f"{path}: expected what weights_only=True loads, but got: {_files.first_sentence(error)}"
+                f"{path}: cannot be loaded with weights_only=True: {_files.first_sentence(error)}"
             ) from error
 
 
 def read_incident(path: str | os.PathLike[str], verify: bool = True) -> Incident:
-    """Read an incident, or the part of one rank.
+    """Read an incident, or the part of it that one rank saved.
 
-    A rank that is missing does not make it unreadable, see :attr:`Incident.missing`.
+    Missing ranks are not an error, see :attr:`Incident.missing`.
 
     Args:
         path: the directory of the incident, or of a rank in it.
-        verify: compare the SHA-256 of every file, which reads all of them; else only their sizes.
+        verify: whether to compare the SHA-256 of every file, which reads all of them, or only their sizes.
 
     Raises:
-        IncidentError: no incident, of a later version, or damaged.
+        IncidentError: there is no incident, it is damaged, or a later fastclip wrote it.
     """
     path = Path(path)
     try:
@@ -132,9 +134,7 @@ def read_incident(path: str | os.PathLike[str], verify: bool = True) -> Incident
     except OSError as error:
         raise IncidentError(f"{path}: {error.strerror}") from error
     if not paths:
-        raise IncidentError(
-            f"{path}: not an incident: expected a directory such as rank00000, but found none"
-        )
+        raise IncidentError(f"{path}: not an incident: it has no directory such as rank00000")
     incident = Incident(path, {}, {})
     for part in paths:
         manifest = _read_manifest(part / _files.MANIFEST)
@@ -142,7 +142,7 @@ def read_incident(path: str | os.PathLike[str], verify: bool = True) -> Incident
         named = _files.RANK_NAME.fullmatch(part.name)
         if not own and (named is None or int(named[1]) != rank):
             raise IncidentError(
-                f"{part / _files.MANIFEST}: expected the rank of the directory, but got {rank}"
+                f"{part / _files.MANIFEST}: expected the rank in the directory's name, but got {rank}"
             )
         _require_files(part, manifest, verify)
         incident.manifests[rank], incident.paths[rank] = manifest, part
@@ -167,11 +167,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     version = manifest.get(_files.VERSION_KEY) if isinstance(manifest, dict) else None
     if type(version) is not int:
         raise IncidentError(
-            f"{path}: expected a manifest with {_files.VERSION_KEY!r}, but got something else"
+            f"{path}: not the manifest of an incident: it has no integer {_files.VERSION_KEY!r}"
         )
     if version > _files.FORMAT:
         raise IncidentError(
-            f"{path}: the incident has version {version} of the format, but this fastclip reads up to "
+            f"{path}: the incident has format version {version}, but this fastclip reads up to version "
             f"{_files.FORMAT}; a later fastclip wrote it"
         )
     manifest = restore_nonfinite(manifest)
@@ -179,23 +179,27 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     for key, kind in (_TYPES | given).items():
         value = manifest.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise IncidentError(f"{path}: expected {key} to be a {_named(kind)}, but got {value!r}"[:300])
+            raise IncidentError(
+                f"{path}: expected {key} to be of type {_type_names(kind)}, but got {value!r}"[:300]
+            )
     if not 0 <= manifest["rank"] < manifest["world_size"] <= _files.LARGEST_WORLD:
-        its = manifest["rank"], manifest["world_size"]
-        raise IncidentError(f"{path}: expected a rank of the world, but got rank {its[0]} of {its[1]}")
+        raise IncidentError(
+            f"{path}: expected 0 <= rank < world_size <= {_files.LARGEST_WORLD}, but got rank "
+            f"{manifest['rank']} and world_size {manifest['world_size']}"
+        )
     for name, entry in manifest["files"].items():
         known = (
             isinstance(entry, dict) and type(entry.get("bytes")) is int and type(entry.get("sha256")) is str
         )
         if not known or not _files.FILE_NAME.fullmatch(name):
             raise IncidentError(
-                f"{path}: expected a file with bytes and sha256, but got {name!r}: {entry!r}"[:300]
+                f"{path}: expected a file name with its bytes and sha256, but got {name!r}: {entry!r}"[:300]
             )
     return manifest
 
 
-def _named(kind: type | tuple[type, ...]) -> str:
-    return kind.__name__ if isinstance(kind, type) else "number"
+def _type_names(kind: type | tuple[type, ...]) -> str:
+    return kind.__name__ if isinstance(kind, type) else " or ".join(one.__name__ for one in kind)
 
 
 def _require_files(directory: Path, manifest: dict[str, Any], verify: bool) -> None:
@@ -204,10 +208,12 @@ def _require_files(directory: Path, manifest: dict[str, Any], verify: bool) -> N
         try:
             size = path.stat().st_size
             if size != entry["bytes"]:
-                raise IncidentError(f"{path}: expected {entry['bytes']} bytes, but got {size}: it is damaged")
+                raise IncidentError(
+                    f"{path}: expected {entry['bytes']} bytes, but got {size}: the file is damaged"
+                )
             if verify and (found := _sha256(path)) != entry["sha256"]:
                 hashes = f"{entry['sha256'][:12]}..., but got {found[:12]}..."
-                raise IncidentError(f"{path}: expected the SHA-256 {hashes}: it is damaged")
+                raise IncidentError(f"{path}: expected the SHA-256 {hashes}: the file is damaged")
         except OSError as error:
             raise IncidentError(f"{path}: {error.strerror}") from error
 
@@ -222,14 +228,14 @@ def _sha256(path: Path) -> str:
 
 @dataclass
 class IncidentSummary:
-    """One incident of a directory, also one that cannot be read.
+    """One incident of a directory, readable or damaged.
 
     Attributes:
-        path: its directory.
-        step, kind: as its name has them.
-        incident: what is in it; None if it is damaged.
+        path: the directory of the incident.
+        step, kind: taken from the name of the directory.
+        incident: None if it is damaged.
         damage: why it cannot be read; None if it can.
-        bytes: what its files take on the disk.
+        bytes: the size of its files.
     """
 
     path: Path
@@ -241,18 +247,18 @@ class IncidentSummary:
 
     @property
     def state(self) -> str:
-        """ "whole"; "incomplete": a rank or something that belongs to it was not saved; or "damaged"."""
+        """The state of the incident: "whole", "incomplete" if a part was not saved, or "damaged"."""
         if self.incident is None:
             return "damaged"
         return "incomplete" if self.incident.incomplete else "whole"
 
 
 def list_incidents(directory: str | os.PathLike[str], verify: bool = True) -> list[IncidentSummary]:
-    """The incidents of a store, by step; what is damaged is told and does not hide the others.
+    """List the incidents of a directory by step; damaged ones are listed as such.
 
     Args:
-        directory: that of an IncidentStore.
-        verify: as of :func:`read_incident`.
+        directory: the directory of an IncidentStore.
+        verify: see :func:`read_incident`.
 
     Raises:
         IncidentError: the directory cannot be read.
@@ -265,7 +271,7 @@ def list_incidents(directory: str | os.PathLike[str], verify: bool = True) -> li
     except OSError as error:
         raise IncidentError(f"{directory}: {error.strerror}") from error
     found = []
-    # A directory in which no rank has finished yet is no incident yet.
+    # A directory in which no rank has finished is not an incident yet.
     named = [(match, path) for match, path in named if not path.is_dir() or any(path.glob("rank*"))]
     for match, path in sorted(named, key=lambda item: (int(item[0][1]), item[0][2], int(item[0][3] or 1))):
         incident, damage = None, None

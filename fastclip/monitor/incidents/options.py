@@ -40,7 +40,7 @@ class Incidents:
 
     def __post_init__(self) -> None:
         if unknown := [kind for kind in self.kinds if kind not in REASONS]:
-            raise ValueError(f"expected kinds of incidents out of {REASONS}, but got {unknown}")
+            raise ValueError(f"expected kinds of incidents among {REASONS}, but got {unknown}")
         for name in ("overflows", "batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} to be at least 1, but got {getattr(self, name)}")

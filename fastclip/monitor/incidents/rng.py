@@ -11,11 +11,13 @@ import torch
 
 
 def rng_state(torch_only: bool = False) -> dict[str, Any]:
-    """What :func:`set_rng_state` puts back: "python"; "numpy", its global generator, if NumPy is imported;
-    "torch"; "cuda" by the index of the device, once CUDA is in use.
+    """Return the states of the generators, which :func:`set_rng_state` restores.
 
-    With `torch_only` the generators of torch alone. The state of a CUDA generator is a seed and an offset
-    that the host keeps: nothing waits for a device.
+    They are "python"; "numpy", the global generator, if NumPy is imported; "torch"; and "cuda" by device
+    index, once CUDA is in use. Nothing waits for a device: the host holds the seeds and offsets of CUDA.
+
+    Args:
+        torch_only: whether to leave Python's and NumPy's generators out.
     """
     state: dict[str, Any] = {"torch": torch.default_generator.get_state()}
     if not torch_only:
@@ -29,13 +31,13 @@ def rng_state(torch_only: bool = False) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> list[str]:
-    """Put the generators where they were.
+    """Restore the states of the generators.
 
     Returns:
-        A sentence on each generator that this process has not got: of a missing device, or of NumPy.
+        A sentence on each generator that this process lacks: that of a missing device, or NumPy's.
 
     Raises:
-        KeyError, TypeError, ValueError, RuntimeError: no state of :func:`rng_state`.
+        KeyError, TypeError, ValueError, RuntimeError: `state` did not come from :func:`rng_state`.
     """
     problems = []
     if "python" in state:
@@ -45,20 +47,18 @@ def set_rng_state(state: dict[str, Any]) -> list[str]:
         try:
             import numpy
         except ImportError:
-            problems.append("the state of NumPy's generator was not set: NumPy is not installed")
+            problems.append("the state of NumPy's generator was not restored: NumPy is not installed")
         else:
             numpy.random.set_state(state["numpy"])
     for index, its in state.get("cuda", {}).items():
         if index >= torch.cuda.device_count():
-            problems.append(
-                f"the state of the generator of cuda:{index} was not set: there is no such device"
-            )
+            problems.append(f"the generator state of cuda:{index} was not restored: there is no such device")
         else:
             torch.cuda.set_rng_state(its, index)
     return problems
 
 
 def _imported_numpy() -> Any:
-    """NumPy if all of it is there: while it is being imported it has no random numbers."""
+    """Return NumPy once its import has finished; before, it has no `random`."""
     numpy = sys.modules.get("numpy")
     return numpy if hasattr(numpy, "random") else None

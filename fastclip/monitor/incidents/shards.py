@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""State dicts with DTensors as what is on this process, and whole again in one process without the others."""
+"""State dicts with DTensors, reduced to the shards of this process and assembled from those of all ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Shards = dict[str, dict[str, Any]]
 
 
 def dtensor_type() -> Any:
-    """torch.distributed.tensor.DTensor, or None while nobody has imported it."""
+    """Return torch.distributed.tensor.DTensor, or None if it is not imported."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def describe_shard(dtensor: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The local part of a DTensor, without a copy, and where it lies in the whole.
+    """Return the local part of a DTensor, without a copy, and its place in the whole tensor.
 
-    The description is JSON: global_shape; offsets, the place of its first element, empty on a process outside
-    the mesh; placements, as torch writes them; mesh, with shape, names, device type and the coordinate of
-    this process. Where a part is not one block, `runs` has, by dimension, the [start, length] of its pieces.
+    The description is JSON: global_shape; offsets, the index of its first element, empty on a process outside
+    the mesh; placements, as torch prints them; mesh, with shape, names, device type and the coordinate of
+    this process. If a part is not one block, `runs` has the [start, length] of its pieces by dimension.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -51,7 +51,7 @@ def describe_shard(dtensor: Any) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _runs(dtensor: Any, coordinate: Sequence[int]) -> dict[str, list[list[int]]]:
-    """Of the dimensions whose part is several pieces: a strided shard may be that."""
+    """Return the pieces along each dimension that has several, as a strided shard may have."""
     if not any("Strided" in type(placement).__name__ for placement in dtensor.placements):
         return {}
     found = {}
@@ -74,10 +74,10 @@ def _runs(dtensor: Any, coordinate: Sequence[int]) -> dict[str, list[list[int]]]
 
 
 def local_state(state: Mapping[Any, Any]) -> tuple[State, Shards]:
-    """A state dict in which the local part stands for each DTensor, and a description of each by its name.
+    """Return the state dict with the local part of each DTensor, and a description of each by name.
 
-    The name of a nested one, such as of an optimizer's state, is its keys and places joined by "/". Mappings,
-    lists and tuples are made anew, all else is the very object of the state.
+    The name of a nested DTensor, as in an optimizer's state, is its keys and indices joined by "/". Mappings,
+    lists and tuples are new objects, everything else is the object of the given state.
 
     Raises:
         ValueError: two DTensors have the same name.
@@ -90,7 +90,7 @@ def _localized(value: Any, name: str, shards: Shards) -> Any:
     dtensor = dtensor_type()
     if dtensor is not None and issubclass(type(value), dtensor):
         if name in shards:
-            raise ValueError(f"expected names that differ, but got two DTensors {name!r}")
+            raise ValueError(f"expected distinct names, but got two DTensors {name!r}")
         local, shards[name] = describe_shard(value)
         return local
     if isinstance(value, Mapping):
@@ -105,17 +105,16 @@ def _joined(name: str, key: Any) -> str:
 
 
 def full_state(parts: Sequence[tuple[State, Shards]]) -> State:
-    """The state dict with whole tensors, from those of all ranks.
+    """Return the state dict with whole tensors on the CPU, assembled from those of all ranks.
 
-    What is no shard is that of the first rank, and of replicas the first one is taken. Whole tensors lie in
-    the memory of the CPU.
+    Values that are not shards are taken from the first rank, and so are replicas.
 
     Args:
-        parts: what :func:`local_state` gave on each rank, in their order.
+        parts: the results of :func:`local_state` on all ranks, in order.
 
     Raises:
-        ValueError: nothing is given; a tensor whose sums are not made (Partial); a part that is missing, or
-            that does not fit its description.
+        ValueError: `parts` is empty; a shard is missing or does not match its description; a tensor is a
+            partial sum (Partial).
     """
     if not parts:
         raise ValueError("expected the state of at least one rank, but got none")
@@ -123,7 +122,7 @@ def full_state(parts: Sequence[tuple[State, Shards]]) -> State:
 
 
 def _whole(values: list[Any], name: str, shards: list[Shards]) -> Any:
-    """The values stand at the same place of the ranks' states."""
+    """Assemble the values that stand at one place in the states of all ranks."""
     first = values[0]
     if name in shards[0]:
         return _assembled(name, values, [described.get(name) for described in shards])
@@ -155,7 +154,7 @@ def _assembled(name: str, locals_: list[Any], descriptions: list[dict[str, Any] 
                 f"{name}: expected state {rank} to have a shard of shape {shape}, but it has none"
             )
         if any("Partial" in placement for placement in its["placements"]):
-            raise ValueError(f"{name}: expected values, but got sums that were not made: {its['placements']}")
+            raise ValueError(f"{name}: cannot assemble unreduced partial sums: {its['placements']}")
         whole = torch.empty(shape, dtype=local.dtype) if whole is None else whole
         if its["mesh"]["coordinate"] is None or local.numel() == 0:
             continue
@@ -165,7 +164,8 @@ def _assembled(name: str, locals_: list[Any], descriptions: list[dict[str, Any] 
             continue  # a replica
         if [sum(length for _, length in of_dim) for of_dim in runs] != list(local.shape):
             raise ValueError(
-                f"{name}: the shard of state {rank} has shape {list(local.shape)}: it does not fit"
+                f"{name}: the shard of state {rank} has shape {list(local.shape)}, which its description "
+                "does not match"
             )
         filled.add(place)
         elements += local.numel()
@@ -173,21 +173,21 @@ def _assembled(name: str, locals_: list[Any], descriptions: list[dict[str, Any] 
     assert whole is not None
     if elements != whole.numel():
         raise ValueError(
-            f"{name}: expected all {whole.numel()} elements of shape {shape}, but the parts of "
-            f"{len(locals_)} ranks have {elements}"
+            f"{name}: expected all {whole.numel()} elements of shape {shape}, but the shards of "
+            f"{len(locals_)} ranks hold {elements}"
         )
     return whole
 
 
 def _pieces(description: dict[str, Any], local: Tensor) -> list[list[list[int]]]:
-    """For each dimension the [start, length] of what the local part holds, in its order."""
+    """Return the [start, length] of the pieces of a local part, in order, for each dimension."""
     runs = description.get("runs", {})
     offsets = description["offsets"]
     return [runs.get(str(d)) or [[offsets[d], local.shape[d]]] for d in range(local.dim())]
 
 
 def _write(whole: Tensor, local: Tensor, runs: list[list[list[int]]], dim: int = 0) -> None:
-    """Copy piece by piece; the pieces of several dimensions are blocks of a grid."""
+    """Copy a local part into the whole tensor piece by piece, one dimension after the other."""
     if dim == len(runs):
         whole.copy_(local)
         return
@@ -195,7 +195,7 @@ def _write(whole: Tensor, local: Tensor, runs: list[list[list[int]]], dim: int =
     for start, length in runs[dim]:
         if start < 0 or start + length > whole.shape[dim]:
             raise ValueError(
-                f"expected a part within {whole.shape[dim]} elements, but got {start} + {length}"
+                f"expected a shard within {whole.shape[dim]} elements, but got {length} from {start} on"
             )
         _write(whole.narrow(dim, start, length), local.narrow(dim, start_here, length), runs, dim + 1)
         start_here += length

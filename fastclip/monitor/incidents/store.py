@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A directory of incidents to which an incident is added as a whole or not at all, and which stays bounded.
+"""A bounded directory of incidents, each of which is saved atomically.
 
-``00000040-nonfinite/rank00000/`` is what rank 0 saved of the event "nonfinite" in step 40: a manifest and
-files of torch.save. A second incident of the same step and kind, as a resumed run has, is
+``00000040-nonfinite/rank00000/`` holds what rank 0 saved of the event "nonfinite" in step 40: a manifest and
+files written by torch.save. A second incident of the same step and kind, as in a resumed run, is
 ``00000040-nonfinite-2``.
 """
 
@@ -22,11 +22,11 @@ import torch
 from . import files as _files
 from .files import StoreError
 
-_ATTEMPTS = 20  # another rank may remove the empty directory that this one has just made
+_ATTEMPTS = 20  # another rank may remove the empty directory that this rank has just made
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch, fastclip, CUDA, and NumPy and cuDNN where they are in use."""
+    """Return the versions of Python, torch, fastclip and CUDA, and of NumPy and cuDNN if in use."""
     found = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -43,25 +43,24 @@ def versions() -> dict[str, str]:
 
 
 class IncidentStore:
-    """Saves incidents to a directory that several ranks share, each for itself.
+    """A directory to which every rank saves its part of an incident.
 
-    What a save leaves is whole or is not there: also after kill -9, on a full disk and, as far as the file
-    system keeps what fsync says, after a crash of the machine. Nothing is ever written or renamed over what
-    is there.
+    A save is atomic: complete or absent even after kill -9, on a full disk and, as far as the file system
+    honours fsync, after a crash of the machine. Existing files are never overwritten or replaced.
 
-    Make one on every rank before the training begins: incidents that are there by then are another run's and
-    never added to. What a killed process left half written is removed.
+    Create a store on every rank before the training begins: incidents that exist by then belong to another
+    run and are never added to. Partial saves of killed processes are removed.
 
     Args:
-        directory: where incidents go; made if missing.
-        max_incidents: how many are kept, at least 2: the first one, which tells most, the newest one, and of
-            the others the later ones. Rank 0 removes the rest after it has saved.
-        max_bytes: what all of them together may take, all ranks, in bytes; the first and the newest stay even
-            if they take more.
+        directory: where incidents go; created if missing.
+        max_incidents: how many incidents to retain, at least 2: the first, usually the most informative, the
+            newest, and the latest of the others. Rank 0 removes the rest after it has saved.
+        max_bytes: how many bytes all incidents of all ranks may take; the first and the newest are retained
+            even if they take more.
 
     Raises:
-        OSError: the directory cannot be made or written.
-        ValueError: max_incidents is less than 2 or max_bytes not positive.
+        OSError: the directory cannot be created or written.
+        ValueError: max_incidents is below 2 or max_bytes is not positive.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class IncidentStore:
             _remove_leftovers(self.directory)
             self._earlier = set(os.listdir(self.directory))
         except OSError as error:
-            message = f"expected a directory for incidents that can be written, but got: {error.strerror}"
+            message = f"cannot write to the directory of incidents: {error.strerror}"
             raise OSError(error.errno, message, str(self.directory)) from error
 
     def save(
@@ -97,29 +96,31 @@ class IncidentStore:
         manifest: dict[str, Any],
         files: dict[str, Any],
     ) -> Path:
-        """Save what this rank knows of an incident.
+        """Save this rank's part of an incident.
 
-        All ranks find the same directory if they save the same incidents in the same order.
+        All ranks use the same directory if they save the same incidents in the same order.
 
         Args:
-            step, kind: of the event.
-            rank, world_size: of this process in the default process group.
-            manifest: what the incident is, as JSON; its version, step, kind, rank, world size, time, versions
-                and files are filled in here, "incomplete" and "complete" if they are not given.
-            files: what torch.save shall write, by the name of the file: what ``weights_only=True`` loads.
+            step, kind: those of the event.
+            rank, world_size: those of this process in the default process group.
+            manifest: the description of the incident, as JSON values. The format version, step, kind, rank,
+                world size, time, versions and files are added, and "incomplete" and "complete" if missing.
+            files: the values for torch.save by file name; ``weights_only=True`` must be able to load them.
 
         Returns:
             The directory of this rank.
 
         Raises:
-            StoreError: it cannot be written, or not be loaded again. Nothing is left of it.
-            ValueError: a name that is none of a file; a negative step or rank.
+            StoreError: the incident cannot be written, or would not load; nothing of it remains.
+            ValueError: a file name is not allowed; the step is negative; the rank is out of range.
         """
         if step < 0 or not 0 <= rank < world_size:
-            raise ValueError(f"expected a step and a rank of {world_size}, but got step {step}, rank {rank}")
+            raise ValueError(
+                f"expected step >= 0 and 0 <= rank < {world_size}, but got step {step} and rank {rank}"
+            )
         for name in files:
             if not _files.FILE_NAME.fullmatch(name) or name == _files.MANIFEST:
-                raise ValueError(f"expected the name of a file, but got {name!r}")
+                raise ValueError(f"expected a plain file name other than {_files.MANIFEST}, but got {name!r}")
         complete = self._completed(manifest, step, kind, rank, world_size)
         target = self._target(step, kind, rank)
         try:
@@ -131,7 +132,7 @@ class IncidentStore:
                 str(target),
             ) from error
         if rank == 0:
-            with contextlib.suppress(OSError):  # it is saved; the next one tries again
+            with contextlib.suppress(OSError):  # this incident is saved; the next save tries again
                 self._prune(newest=target.parent)
         return target
 
@@ -155,11 +156,12 @@ class IncidentStore:
         }
 
     def _target(self, step: int, kind: str, rank: int) -> Path:
-        """The n-th save of this step and kind takes the n-th name that was free before this run.
+        """Return the directory for a save: the n-th of this step and kind takes the n-th free name.
 
-        Also one that failed counts, so that ranks of which some fail do not mix two incidents in one.
+        Names taken before this run are not free. Failed saves count too, so that ranks do not mix two
+        incidents when the save of one of them fails.
         """
-        name = _files.incident_name(step, kind, 1)  # of two kinds perhaps, but for the letters of their names
+        name = _files.incident_name(step, kind, 1)
         matches = filter(None, map(_files.INCIDENT_NAME.fullmatch, self._earlier))
         taken = [int(match[3] or 1) for match in matches if f"{match[1]}-{match[2]}" == name]
         count = self._saves[name, rank] = self._saves.get((name, rank), 0) + 1
@@ -187,19 +189,17 @@ class IncidentStore:
             file.write(_files.manifest_text({**manifest, "files": entries}))
             file.close()
             _files.sync_directory(temporary)
-            os.rename(
-                temporary, target
-            )  # onto what is not there: fails otherwise, but for an empty directory
+            os.rename(temporary, target)  # fails if the target exists and is not empty
             _files.sync_directory(incident)
             _files.sync_directory(self.directory)
         except BaseException:
             _files.remove_tree(temporary)
             with contextlib.suppress(OSError):
-                incident.rmdir()  # if nothing else is in it
+                incident.rmdir()  # fails if other ranks have saved
             raise
 
     def _prune(self, newest: Path) -> None:
-        """The oldest first, but never the first of all, nor the newest."""
+        """Remove incidents from the oldest on, but never the first or the newest."""
         found = sorted(_ages(self.directory))
         sizes = {path: _files.directory_bytes(path) for *_, path in found}
         removable = [path for *_, path in found[1:] if path != newest]
@@ -207,7 +207,7 @@ class IncidentStore:
         for path in removable:
             if count <= self._max_incidents and total <= self._max_bytes:
                 break
-            # Under another name first: a kill while its files are removed leaves no incident without them.
+            # Renamed first, so that a kill in between leaves no incident without its files.
             hidden = self.directory / _files.temporary_name("removed")
             _files.remove_tree(hidden)
             try:
@@ -225,7 +225,7 @@ def _make_directories(incident: Path, temporary: Path) -> None:
         try:
             temporary.mkdir()
             return
-        except FileExistsError:  # of a process that had this number before
+        except FileExistsError:  # left by a process that had the same id
             _files.remove_tree(temporary)
         except FileNotFoundError:
             if attempt == _ATTEMPTS - 1:
@@ -234,7 +234,7 @@ def _make_directories(incident: Path, temporary: Path) -> None:
 
 
 def _ages(directory: Path) -> list[tuple[float, int, Path]]:
-    """(seconds since 1970, number, path) of each incident: when the first rank had saved it."""
+    """Return (seconds since 1970, number, path) of each incident, timed when its first rank saved."""
     found = []
     for path in directory.iterdir():
         if match := _files.INCIDENT_NAME.fullmatch(path.name):
@@ -257,4 +257,4 @@ def _remove_leftovers(directory: Path) -> None:
                     if _files.is_leftover(inner):
                         _files.remove_tree(inner)
             with contextlib.suppress(OSError):
-                path.rmdir()  # if that was all
+                path.rmdir()  # fails if something is left in it
