@@ -16,6 +16,8 @@ import torch
 
 from . import libraries, native, reference, triton
 
+__all__ = ["status", "use"]
+
 NAMES = ("native", "triton", "reference")
 _MODULES: dict[str, ModuleType] = {"native": native, "triton": triton, "reference": reference}
 _named: str | None = None
