@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss scaler of mixed precision, with statistics from the pass that looks for NaN and Inf."""
+"""A loss scaler for mixed precision, with statistics from the pass that looks for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from .optim.step_plan import StepPlan
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler whose search for NaN and Inf gives norms and counts too.
+    """A torch.amp.GradScaler whose search for NaN and Inf also gives norms and counts.
 
-    The arguments, the methods and the state_dict are torch's, and so are growth and backoff of the scale.
-    With an optimizer that :func:`fastclip.attach` has wrapped, unscaling, the search, the norm and the clip
-    are one pass over the gradients, completed by a fused optimizer's own; ``unscale_`` is not needed.
+    The arguments, methods and state_dict are torch's, as are growth and backoff of the scale. With an
+    attached optimizer (:func:`fastclip.attach`) one pass over the gradients unscales them, looks for NaN and
+    Inf, measures the norm and clips, together with a fused optimizer's kernel; ``unscale_`` is not needed.
 
     Attributes:
-        overflows: how many updates found NaN or Inf since the scaler was made. Reading waits for the device.
-        consecutive_overflows: how many of the last updates did, one after the other.
+        overflows: the number of updates that found NaN or Inf since the scaler was created. Reading it waits
+            for the device.
+        consecutive_overflows: the number of the latest updates in a row that did.
 
     Raises:
-        RuntimeError: by ``update()``, if the scale has fallen to 0: every later gradient would be NaN. Until
-            then steps are left out where 1 / scale is not finite; torch would apply the NaN.
+        RuntimeError: by ``update()``, if the scale has fallen to 0: every later gradient would be NaN. Before
+            that, steps for which 1 / scale is not finite are skipped; torch would apply the NaN.
 
-    Warns once if the scale falls below 1. On a GPU both are noticed one update late, without waiting for it.
+    Warns once if the scale falls below 1. On a GPU both are noticed one update later, without waiting for it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._running_step = False
-        self._last: GradStats | StepPlan | None = None  # a plan makes its statistics, with names, when asked
+        self._last: GradStats | StepPlan | None = None  # a plan computes its statistics on demand
         self._counts: Tensor | None = None  # [2]: overflows, consecutive overflows
         self._warned = False
-        self._late_scale: _LateNumber | None = None
+        self._async_scale: _AsyncScalar | None = None
 
     @property
     def stats(self) -> GradStats | None:
-        """What the last pass over gradients found, of true ones, not scaled; None before the first."""
+        """The statistics of the last pass, of true gradients, not of scaled ones; None before the first."""
         return self._last.grad_stats() if isinstance(self._last, StepPlan) else self._last
 
     @property
@@ -60,11 +61,11 @@ class GradScaler(torch.amp.GradScaler):
         return int(self._counts[1]) if self._counts is not None else 0
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """See torch.amp.GradScaler.step. An attached optimizer clips in it."""
+        """Make the step as torch.amp.GradScaler.step does. An attached optimizer clips in it."""
         handle = handle_of(optimizer)
         self._running_step = True
         try:
-            with handle.driven_by(self) if handle is not None else nullcontext():
+            with handle.inside_scaler_step(self) if handle is not None else nullcontext():
                 return super().step(optimizer, *args, **kwargs)
         finally:
             self._running_step = False
@@ -72,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """What torch's scaler calls to unscale, or only to search, with an inv_scale of 1 and allow_fp16."""
+        """Unscale for torch's scaler, or, with inv_scale 1 and allow_fp16, only look for NaN and Inf."""
         handle = handle_of(optimizer)
         if handle is not None and handle.max_norm is not None and self._running_step:
             found = self._plan_step(handle)
@@ -88,7 +89,7 @@ class GradScaler(torch.amp.GradScaler):
         self._last = plan
         overflow = plan.overflow
         if isinstance(overflow, Tensor):
-            return overflow.clone()  # update() adds those of other optimizers to it
+            return overflow.clone()  # update() adds the flags of other optimizers to it
         return torch.tensor(float(overflow))
 
     @torch.no_grad()
@@ -118,17 +119,17 @@ class GradScaler(torch.amp.GradScaler):
         return found.to(torch.float32)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """See torch.amp.GradScaler.update; counts overflows and watches the scale.
+        """Update the scale as torch.amp.GradScaler.update does, count overflows and check the scale.
 
         Raises:
-            RuntimeError: the scale is 0.
+            RuntimeError: the scale has fallen to 0.
         """
         if not self._enabled:
             return
         records = self._per_optimizer_states.values()
         found = [flag for record in records for flag in record["found_inf_per_device"].values()]
         super().update(new_scale)
-        assert self._scale is not None  # torch has raised otherwise
+        assert self._scale is not None  # else torch has raised
         self._count(found, self._scale.device)
         self._watch(self._scale)
 
@@ -142,48 +143,51 @@ class GradScaler(torch.amp.GradScaler):
         self._counts += overflow
 
     def _watch(self, scale: Tensor) -> None:
-        if self._late_scale is None:
-            self._late_scale = _LateNumber()
-        value = self._late_scale.read(scale)
+        if self._async_scale is None:
+            self._async_scale = _AsyncScalar()
+        value = self._async_scale.read(scale)
         if value is None or value >= 1.0:
             return
         if value == 0.0:
             raise RuntimeError(
                 f"the loss scale has fallen to 0 after {self.overflows} overflows, "
-                f"{self.consecutive_overflows} of them in a row: every further gradient would be NaN. Some "
-                "part of the model gives NaN or Inf at any scale; GradScaler.stats.worst() names where"
+                f"{self.consecutive_overflows} of them in a row: every later gradient would be NaN. Part of "
+                "the model produces NaN or Inf at any scale; GradScaler.stats.worst() names the parameters"
             )
         if not self._warned:
             self._warned = True
             warnings.warn(
                 f"the loss scale has fallen to {value:g}, below 1, after {self.consecutive_overflows} "
-                "overflows in a row. Scaling can no longer help: look for NaN or Inf in the data and in the "
+                "overflows in a row. Scaling no longer helps: look for NaN or Inf in the data and in the "
                 "forward pass, or train in bfloat16. GradScaler.stats.worst() names the parameters",
                 stacklevel=3,
             )
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["_late_scale"] = None  # holds an event of the device
+        state["_async_scale"] = None  # holds a CUDA event
         state["_last"] = None  # holds the parameters
         return state
 
 
-class _LateNumber:
-    """A number on a device, read when it has arrived on the host: at once on the CPU, else a call late."""
+class _AsyncScalar:
+    """Reads a number on a device without waiting: at once on the CPU, on a GPU one call late.
+
+    Each call starts an asynchronous copy, which a later call reads once it is complete.
+    """
 
     def __init__(self) -> None:
         self._copy: Tensor | None = None
         self._event: torch.Event | None = None
 
     def read(self, number: Tensor) -> float | None:
-        """The number, or that of an earlier call; None if none has arrived."""
+        """Return the number, or that of an earlier call; None if no copy is complete."""
         if number.device.type != "cuda":
             return float(number)
-        with torch.cuda.device(number.device):  # whose stream the event is to be on
-            return self._read_late(number)
+        with torch.cuda.device(number.device):  # so that the event is on its stream
+            return self._read_pending(number)
 
-    def _read_late(self, number: Tensor) -> float | None:
+    def _read_pending(self, number: Tensor) -> float | None:
         if torch.cuda.is_current_stream_capturing():
             return None
         value = None

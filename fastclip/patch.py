@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Put fastclip in the place of torch's clipping, for code that cannot be changed."""
+"""Replace torch's clipping by fastclip, for code that cannot be changed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PUBLIC = {
     "clip_grads_with_norm_": clip_grads_with_norm_,
     "get_total_norm": get_total_norm,
 }
-# torch's clip_grad_norm_ looks these up when it runs, so that replacing them reaches code which has already
-# imported it by name.
+# torch's clip_grad_norm_ looks these up when it runs, so that replacing them also reaches code that has
+# already imported it by name.
 _PRIVATE = {
     "_get_total_norm": get_total_norm,
     "_clip_grads_with_norm_": clip_grads_with_norm_,
@@ -31,8 +31,8 @@ _REPLACEMENTS: dict[ModuleType, dict] = {
 class patch_torch:
     """Replace the clipping functions of ``torch.nn.utils`` until :meth:`undo`, or inside a `with` block.
 
-    ``torch.nn.utils.clip_grad_norm_`` that other code has already imported by name is reached too;
-    ``clip_grad_value_`` imported by name is not. May be nested: each undoes what it did.
+    This also reaches code that has already imported ``clip_grad_norm_`` from ``torch.nn.utils`` by name, but
+    not code that has imported ``clip_grad_value_`` so. May be nested: each patch undoes its own changes.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class patch_torch:
                 setattr(module, name, _REPLACEMENTS[module][name])
 
     def undo(self) -> None:
-        """Put back what was there. A second call does nothing."""
+        """Restore the functions. A second call does nothing."""
         before, self._before = self._before, {}
         for module, names in before.items():
             for name, function in names.items():

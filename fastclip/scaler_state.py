@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a clip has to know of a torch.amp.GradScaler, and to tell it.
+"""The state of a torch.amp.GradScaler that a clip has to read and to update.
 
 The scaler keeps a small record of each optimizer from one update() to the next: whether its gradients are
-still scaled, already unscaled or stepped, and whether NaN or Inf was found in them. The record has no public
-access; it is the same in every torch from 2.6 to 2.14.
+still scaled, already unscaled or stepped, and whether NaN or Inf was found in them. The record is not public;
+it is the same in every torch from 2.6 to 2.14.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from .dispatch import GradientList
 
-# The key under which a clip notes itself in the scaler's record of an optimizer.
+# The key that marks a clip in the scaler's record of an optimizer.
 _CLIPPED = "clipped_by_fastclip"
 
 
 @dataclass(frozen=True)
 class Unscaling:
-    """What one clip owes to a loss scaler.
+    """The unscaling that one clip does for a loss scaler.
 
     Attributes:
-        inv_scale: 1 / scale, [], float32; None where the gradients are not scaled.
+        inv_scale: 1 / scale, [], float32; None if the gradients are not scaled.
     """
 
     inv_scale: Tensor | None = None
     _record: dict[str, Any] | None = None
 
     def finish(self, summary: Tensor) -> None:
-        """Tell the scaler that its gradients are unscaled and clipped. `summary`: [G, 3] of the clip."""
+        """Record in the scaler that its gradients are unscaled and clipped.
+
+        Args:
+            summary: [G, 3] of the clip.
+        """
         if self._record is None:
             return
         found_inf = (summary[:, 2] > 0).any().to(torch.float32)
@@ -48,18 +52,18 @@ NOTHING_TO_UNSCALE = Unscaling()
 
 
 def require_scaler(scaler: GradScaler | None) -> None:
-    """Raise TypeError unless it is a torch.amp.GradScaler or None."""
+    """Raise TypeError unless `scaler` is a torch.amp.GradScaler or None."""
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"expected scaler to be a torch.amp.GradScaler, but got {type(scaler).__name__}")
 
 
 def is_scaling(scaler: GradScaler | None) -> bool:
-    """Whether there is a loss scaler at work."""
+    """Return whether there is an enabled loss scaler."""
     return scaler is not None and scaler.is_enabled()
 
 
 def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's gradients hold their true values: unscale_ has run, or nothing is scaled."""
+    """Return whether the optimizer's gradients are true: unscale_ has run, or the scaler is disabled."""
     if not scaler.is_enabled():
         return True
     record = scaler._per_optimizer_states.get(id(optimizer))
@@ -67,12 +71,12 @@ def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def mark_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Note that the gradients were unscaled in place."""
+    """Record in the scaler that the gradients were unscaled in place."""
     scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
 
 
 def has_found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the scaler found NaN or Inf in the gradients of the present step. Waits for the device."""
+    """Return whether the scaler found NaN or Inf in the current step. Waits for the device."""
     if not scaler.is_enabled():
         return False
     flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -80,18 +84,18 @@ def has_found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """1 / scale in float32, rounded as torch.amp.GradScaler.unscale_ does."""
+    """Return 1 / scale in float32, rounded as in torch.amp.GradScaler.unscale_."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 
 
 def require_unscalable(grads: Sequence[Tensor]) -> None:
-    """Raise ValueError for float16 gradients: divided in place, the small ones would become 0."""
+    """Raise ValueError for float16 gradients: divided in place, small ones would become 0."""
     for index, grad in enumerate(grads):
         if grad.dtype is torch.float16:
             raise ValueError(
-                "Attempting to unscale FP16 gradients: expected those of a scaled loss to be float32 (keep "
-                "the parameters in float32 under autocast) or their optimizer to be fused=True and attached, "
-                f"but got gradient {index} with shape {list(grad.shape)} in float16"
+                "Attempting to unscale FP16 gradients: expected float32 gradients (keep the parameters in "
+                "float32 under autocast), or an attached optimizer with fused=True, but got gradient "
+                f"{index} with shape {list(grad.shape)} in float16"
             )
 
 
@@ -99,20 +103,21 @@ def _require_same_parameters(optimizer: torch.optim.Optimizer, clipped: Sequence
     own = {id(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     given = {id(grad) for grad in clipped}
     if own != given:
+        missing, foreign = len(own - given), len(given - own)
         raise ValueError(
-            "expected parameters to be all those of the optimizer, as they are unscaled together, but "
-            f"{len(own - given)} of its {len(own)} gradients are missing and {len(given - own)} are not its"
+            "expected all parameters of the optimizer, since they are unscaled together, but "
+            f"{missing} of its {len(own)} gradients are missing and {foreign} are not its own"
         )
 
 
 def begin(
     scaler: GradScaler | None, optimizer: torch.optim.Optimizer | None, grads: GradientList
 ) -> Unscaling:
-    """Check the order of calls, before anything is changed.
+    """Check the order of calls before anything is changed, and return what the clip has to unscale.
 
     Raises:
-        TypeError: scaler without optimizer or the other way round, or of another type.
-        ValueError: `grads` are not the gradients of the optimizer; float16 gradients.
+        TypeError: only one of scaler and optimizer was given, or the scaler is not a GradScaler.
+        ValueError: `grads` are not the gradients of the optimizer, or are float16.
         RuntimeError: called twice for one step, or after scaler.step().
     """
     if scaler is None and optimizer is None:
@@ -129,14 +134,14 @@ def begin(
     record = scaler._per_optimizer_states[id(optimizer)]
     if record["stage"] is OptState.STEPPED:
         raise RuntimeError(
-            "the gradients are clipped after scaler.step(optimizer), which has already used them; clip "
-            "between backward() and scaler.step(), and call scaler.update() after it"
+            "the gradients would be clipped after scaler.step(optimizer), which has already used them; clip "
+            "between backward() and scaler.step(optimizer), then call scaler.update()"
         )
     if record.get(_CLIPPED):
         raise RuntimeError(
             "the gradients of this optimizer have already been unscaled and clipped in this step; a second "
-            "clip would measure what the first has left. Clip once between backward() and "
-            "scaler.step(optimizer), and call scaler.update() after it"
+            "clip would measure clipped gradients. Clip once between backward() and scaler.step(optimizer), "
+            "then call scaler.update()"
         )
     if record["stage"] is OptState.UNSCALED:
         return NOTHING_TO_UNSCALE  # the user has called unscale_
@@ -147,7 +152,10 @@ def begin(
 
 
 def scaler_is_calling(depth: int = 12) -> bool:
-    """Whether a GradScaler called the step. It does so for an optimizer that is not fused, without a sign."""
+    """Return whether a GradScaler is among the callers.
+
+    Nothing else shows it if the optimizer is not fused.
+    """
     code = GradScaler._maybe_opt_step.__code__
     frame = sys._getframe(1)
     for _ in range(depth):

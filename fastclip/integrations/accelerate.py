@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Accelerate: its clipping served by fastclip, and a monitor of what an Accelerator has prepared."""
+"""Accelerate: a patch that clips with fastclip, and a monitor for prepared models and optimizers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ except ImportError as error:
 
 __all__ = ["AcceleratorMonitor", "patch_accelerator"]
 
-# Optimizers that update in the backward pass, where no step can be clipped or left out.
+# Optimizers that update in the backward pass, so that no step can be clipped or skipped.
 _NO_STEP = ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer")
 
 
 def require_supported(accelerator: Accelerator) -> None:
-    """Raise RuntimeError for what keeps the gradients to itself, and clips and steps by itself."""
+    """Raise RuntimeError for backends that own the gradients, or clip and step themselves."""
     kind = accelerator.distributed_type
     advice = {
         DistributedType.DEEPSPEED: "it clips in its own step; set gradient_clipping in its configuration",
@@ -45,45 +45,45 @@ def require_supported(accelerator: Accelerator) -> None:
         DistributedType.XLA: "fastclip has no backend for XLA devices",
     }.get(kind)
     if kind == DistributedType.FSDP and not getattr(accelerator, "is_fsdp2", False):
-        advice = "its flat shards do not tell whose they are; use FSDP2 (fsdp_version=2)"
+        advice = "its flat shards hide which parameter they belong to; use FSDP2 (fsdp_version=2)"
     if advice is not None:
         name = "FSDP1" if kind == DistributedType.FSDP else str(getattr(kind, "value", kind))
         raise RuntimeError(f"fastclip does not work with {name} through Accelerate: {advice}")
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that Accelerate has wrapped, or the optimizer itself.
+    """Return the optimizer that Accelerate has wrapped, or the optimizer itself.
 
     Raises:
-        TypeError: one whose step does nothing, since the parameters are updated in the backward pass.
+        TypeError: the optimizer updates the parameters in the backward pass, not in its step.
     """
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     if type(optimizer).__name__ in _NO_STEP:
         raise TypeError(
             f"{type(optimizer).__name__} updates the parameters in the backward pass; its gradients cannot "
-            "be clipped by their norm, nor its steps be left out"
+            "be clipped by their norm, and its steps cannot be skipped"
         )
     return optimizer
 
 
 class patch_accelerator:
-    """Serve ``clip_grad_norm_`` and ``clip_grad_value_`` of an Accelerator by fastclip, until :meth:`undo`.
+    """Replace ``clip_grad_norm_`` and ``clip_grad_value_`` of an Accelerator, until :meth:`undo`.
 
-    The arguments and the returned norm are Accelerate's: before clipping, of true gradients. With a loss
-    scaler the gradients of an optimizer are unscaled and clipped in one pass. May be a context::
+    The arguments and the returned norm, before clipping, of true gradients, are Accelerate's. With a loss
+    scaler the gradients of an optimizer are unscaled and clipped in one pass. Works as a context manager::
 
         with patch_accelerator(accelerator):
             ...
 
-    For an optimizer that is attached (:func:`fastclip.attach`, :class:`fastclip.Monitor`) ``clip_grad_norm_``
-    makes the one pass of the step that follows and returns its norm; the attached limit holds.
+    For an attached optimizer (:func:`fastclip.attach`, :class:`fastclip.Monitor`) ``clip_grad_norm_`` makes
+    the one pass of the next step and returns its norm; the limit of the attached optimizer applies.
 
     Args:
-        accelerator: before or after ``prepare``.
+        accelerator: the Accelerator, before or after ``prepare``.
 
     Raises:
-        TypeError: not an Accelerator.
+        TypeError: `accelerator` is not an Accelerator.
         RuntimeError: DeepSpeed, Megatron-LM, FSDP1 or an XLA device.
     """
 
@@ -101,7 +101,7 @@ class patch_accelerator:
         ]
 
     def undo(self) -> None:
-        """Put back what was there. A second call does nothing."""
+        """Restore the Accelerator's methods. A second call does nothing."""
         for wrapper in self._wrappers:
             wrapper.undo()
 
@@ -139,7 +139,7 @@ class patch_accelerator:
     ) -> Tensor:
         _require_attached_limit(handle, float(max_norm), float(norm_type))
         if not self._accelerator.sync_gradients:
-            # Part of the batches only: the step, and with it the clip, is still to come.
+            # Not all batches are in yet: the step, and with it the clip, comes later.
             norm = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
             scale = None if handle.scaler is None else handle.scaler._scale
             return norm if scale is None else norm * scaler_state.inverse(scale).to(norm.device)
@@ -152,11 +152,11 @@ class patch_accelerator:
         clip_grad_value_(parameters, clip_value)
 
     def _backward(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        """The gradients change: what was measured for a step that was then not made is out of date."""
+        """Discard what was measured for a step that was not made: the gradients change."""
         for optimizer in self._optimizers():
             handle = handle_of(optimizer)
             if handle is not None:
-                handle._prepared = None
+                handle.discard_prepared()
         return inner(*args, **kwargs)
 
     @property
@@ -169,30 +169,30 @@ def _with_gradient(optimizer: Optimizer) -> set[int]:
 
 
 def _require_attached_limit(handle: Handle, max_norm: float, norm_type: float) -> None:
-    """Raise ValueError if the call asks for another clip than the optimizer is attached with."""
+    """Raise ValueError if the arguments differ from those that the optimizer is attached with."""
     limit = handle.max_norm
     if norm_type != handle.norm_type:
         raise ValueError(
-            f"expected norm_type {handle.norm_type}, that of the attached optimizer, but got {norm_type}"
+            f"expected norm_type to be {handle.norm_type} as for the attached optimizer, but got {norm_type}"
         )
     if limit is None:
         raise ValueError(
-            "the optimizer is attached without max_norm, to observe only: its norms would be those of "
-            "clipped gradients. Give max_norm to fastclip.Monitor or fastclip.attach"
+            "the optimizer is attached without max_norm, to observe only, and would see clipped gradients: "
+            "pass max_norm to fastclip.Monitor or fastclip.attach"
         )
     fits = isinstance(limit, (int, float, Tensor)) and float(limit) == max_norm
     if not fits and max_norm != math.inf:
         raise ValueError(
-            f"expected max_norm to be {limit}, the limit of the attached optimizer, or inf to be told the "
-            f"norm, but got {max_norm}"
+            f"expected max_norm to be {limit} as for the attached optimizer, or inf to return the norm only, "
+            f"but got {max_norm}"
         )
 
 
 @torch.no_grad()
 def measure_for_step(handle: Handle) -> Tensor:
-    """Make the pass over the gradients of the step that follows now.
+    """Make the pass over the gradients of the next step now.
 
-    Gradients are clipped in it, or in the step by the kernel of a fused optimizer.
+    The gradients are clipped in this pass, or in the step by the kernel of a fused optimizer.
 
     Returns:
         The norm before clipping, of true gradients, []; 0 if there are no gradients.
@@ -201,7 +201,7 @@ def measure_for_step(handle: Handle) -> Tensor:
     scale = None
     if scaler is not None and not scaler_state.is_unscaled(scaler, optimizer):
         scale, _ = scaler._check_scale_growth_tracker("clip_grad_norm_")
-    handle._prepared = plan = handle._make_plan(scale)
+    plan = handle.prepare(scale)
     if plan is None:
         return torch.tensor(0.0)
     if scale is not None and scaler is not None and plan.in_place:
@@ -212,10 +212,10 @@ def measure_for_step(handle: Handle) -> Tensor:
 
 
 def _rebind(optimizer: Optimizer) -> None:
-    """Let a prepared optimizer call the step that its inner one has now.
+    """Make a prepared optimizer call the step method that its inner one has now.
 
-    With a loss scaler it puts in place, around each step, the one that was there when it was prepared; it
-    looks for that anew where it is unpickled.
+    With a loss scaler a prepared optimizer restores, around each step, the method that it found when it was
+    created; it looks for the method anew when it is unpickled.
     """
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer.__setstate__({})
@@ -223,25 +223,25 @@ def _rebind(optimizer: Optimizer) -> None:
 
 
 class AcceleratorMonitor(Monitor):
-    """A :class:`fastclip.Monitor` of what an Accelerator has prepared.
+    """A :class:`fastclip.Monitor` for a model and an optimizer prepared by an Accelerator.
 
     ::
 
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         monitor = AcceleratorMonitor(accelerator, model, optimizer, max_norm=1.0, log_dir="runs/1")
 
-    The loop stays as it is, ``accelerator.clip_grad_norm_`` with the same max_norm included, which returns
-    the norm. A step is what ``optimizer.step()`` makes when gradients are synchronized, of all the batches
-    and losses told since the step before.
+    The loop stays as it is, including ``accelerator.clip_grad_norm_`` with the same max_norm, which returns
+    the norm. A step is recorded when ``optimizer.step()`` is called with synchronized gradients; it covers
+    all batches and losses since the previous step.
 
     Args:
-        accelerator: whose loss scaler is used and whose clipping is served by fastclip until ``close()``.
-        model, optimizer: as ``accelerator.prepare`` has returned them.
-        max_norm, options: as for :class:`fastclip.Monitor`; a scheduler may be a prepared one.
+        accelerator: provides the loss scaler; its clipping is fastclip's until ``close()``.
+        model, optimizer: as returned by ``accelerator.prepare``.
+        max_norm, options: as for :class:`fastclip.Monitor`; the scheduler may be a prepared one.
 
     Raises:
-        TypeError, ValueError, RuntimeError, OSError: what :class:`patch_accelerator` and
-            :class:`fastclip.Monitor` raise.
+        TypeError, ValueError, RuntimeError, OSError: as :class:`patch_accelerator` and
+            :class:`fastclip.Monitor`.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class AcceleratorMonitor(Monitor):
         _rebind(optimizer)
 
     def close(self) -> None:
-        """See :meth:`fastclip.Monitor.close`; the accelerator is given back as it was, too."""
+        """Close the monitor as :meth:`fastclip.Monitor.close` does, and restore the accelerator."""
         super().close()
         _rebind(self._prepared)
         self._patch.undo()

@@ -58,7 +58,7 @@ class StepDecision:
         self._act_together(wait=True)
         everyone = None if self._rank_sync is None else self._gather(self._rank_sync, step, plan)
         skipped = None
-        observes = plan is not None and plan.inputs.observes
+        observes = plan is not None and plan.inputs.observe_only
         if self._latch is not None and not observes and (plan is not None or everyone is not None):
             skipped, reason = self._ask_latch(self._latch, step, plan, everyone, scale)
             step.values |= {"skipped_by_latch": skipped, "latch_reason": reason}

@@ -141,7 +141,7 @@ class StepRecorder:
         step = self.step
         with suppress_errors("measure the update"):
             step.values |= self._weights.after_step()
-            skipped = self._handle.left_out()
+            skipped = self._handle.step_skipped()
             if skipped is not None:
                 step.values["skipped"] = skipped
             elif self._scaler is None:

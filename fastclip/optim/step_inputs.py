@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From an optimizer to the gradients of its next step, with their names and groups."""
+"""The gradients of an optimizer's next step, with their names and groups."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..policies.apply import require_policy
 
 @dataclass
 class StepInputs:
-    """What a step asks for.
+    """The gradients of one step, and how to clip them.
 
     Attributes:
-        parameters: those of the optimizer that have a gradient, here or on another process.
-        grads: theirs.
-        groups, labels: the number of each gradient's group and the label by number; empty for one norm.
-        grad_scale: what the gradients are still multiplied with, one element; None where they are not.
-        found_inf: other than 0 where somebody else found NaN or Inf in them; None where nobody looked.
-        names: gives the parameters' names; called only where they are needed.
+        parameters: the optimizer's parameters that have a gradient, on this or another process.
+        grads: their gradients.
+        groups, labels: the number of each gradient's group, and the label of each group; empty for one norm.
+        grad_scale: the factor that is still on the gradients, one element; None if they are true.
+        found_inf: not 0 if a loss scaler has found NaN or Inf in them; None if none has looked.
+        names: returns the parameters' names; called only if they are needed.
         policy: gives the limit in place of `max_norm`, once the norms are known.
-        observes: the gradients are measured, and neither they nor the step changed.
+        observe_only: whether the gradients are only measured, and neither they nor the step changed.
     """
 
     optimizer: torch.optim.Optimizer
@@ -44,11 +44,11 @@ class StepInputs:
     found_inf: Tensor | None = None
     names: Callable[[], list[str]] = list
     policy: Policy | None = None
-    observes: bool = False
+    observe_only: bool = False
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a loss scaler stands behind the step. It leaves out what overflowed in every mode."""
+        """Whether a loss scaler makes the step. It skips overflows in every mode."""
         return self.grad_scale is not None or self.found_inf is not None
 
     @property
@@ -64,7 +64,7 @@ class StepInputs:
 
 @dataclass(eq=False, repr=False)
 class ClipOptions:
-    """How the gradients of an optimizer are to be clipped, as given to :func:`fastclip.attach`."""
+    """How to clip the gradients of an optimizer, as given to :func:`fastclip.attach`."""
 
     optimizer: torch.optim.Optimizer
     max_norm: MaxNorm | None
@@ -75,6 +75,14 @@ class ClipOptions:
     names: dict[Tensor, str]
 
     def step_inputs(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> StepInputs:
+        """Collect the gradients of the next step, with their names and groups.
+
+        Args:
+            grad_scale, found_inf: see :class:`StepInputs`.
+
+        Raises:
+            ValueError: the groups or limits do not fit the parameters.
+        """
         policy: Policy | None = None
         if isinstance(self.max_norm, Policy):
             policy = require_policy(self.max_norm, self.groups, self.nonfinite)
@@ -105,13 +113,13 @@ class ClipOptions:
             found_inf,
             names,
             policy,
-            observes=self.max_norm is None,
+            observe_only=self.max_norm is None,
         )
 
     def _groups_of(
         self, every: list[tuple[int, Tensor]], indices: list[int]
     ) -> tuple[list[int], list[Hashable], float | Tensor]:
-        """Numbers, labels and limits of the groups that have a gradient, out of those of all parameters."""
+        """Return group numbers, labels and limits of the groups that have a gradient."""
         groups: Groups = [g for g, _ in every] if self.groups == "param_group" else self.groups
         by_name = groups is not None and (isinstance(groups, str) or callable(groups))
         names = self._names_of([p for _, p in every]) if by_name else [""] * len(every)
@@ -133,7 +141,7 @@ class ClipOptions:
 
 
 def names_in(optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
-    """The names that the optimizer was given with its parameters, else their positions."""
+    """Return the names that the optimizer was given with its parameters, else their positions."""
     return {
         p: group["param_names"][i] if "param_names" in group else f"param_groups[{g}].params[{i}]"
         for g, group in enumerate(optimizer.param_groups)

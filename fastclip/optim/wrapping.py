@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Changes to objects that belong to others, each of which is taken back."""
+"""Temporary changes to objects of other libraries, each of which can be undone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WRAPPER = "_fastclip_wrapper"  # attribute of a method that a MethodWrapper has
 
 
 class MethodWrapper:
-    """One method of one object, called by way of `around(inner, *args, **kwargs)` until :meth:`undo`.
+    """Replaces one method of one object by `around(inner, *args, **kwargs)` until :meth:`undo`.
 
-    What wraps the method later on, such as a learning rate scheduler, keeps working, and so does what had
-    wrapped it before: the new method is a bound one, as torch.optim.lr_scheduler needs it, and carries the
-    attributes and the signature of the old.
+    Wrappers that were put on the method before keep working, and so do later ones, such as a learning rate
+    scheduler's: the new method is bound, as torch.optim.lr_scheduler requires, and carries the attributes and
+    the signature of the old one.
     """
 
     def __init__(self, owner: object, name: str, around: Callable[..., Any]) -> None:
@@ -29,7 +29,7 @@ class MethodWrapper:
 
         @functools.wraps(inner)
         def method(owned_by: object, *args: Any, **kwargs: Any) -> Any:
-            if owned_by is not owner:  # a deep copy, to which this does not belong
+            if owned_by is not owner:  # a deep copy, which this does not wrap
                 return getattr(type(owned_by), name)(owned_by, *args, **kwargs)
             return around(inner, *args, **kwargs) if self.active else inner(*args, **kwargs)
 
@@ -42,9 +42,9 @@ class MethodWrapper:
         setattr(owner, name, self._method)
 
     def undo(self) -> None:
-        """Put back what was there.
+        """Restore the method.
 
-        Where the method was wrapped again, it only passes calls on until the wrapper above is undone too.
+        If it was wrapped again, it only passes calls on until the outer wrapper is undone too.
         """
         self.active = False
         if vars(self._owner).get(self._name) is not self._method:
@@ -63,8 +63,8 @@ def _restore(owner: object, name: str, before: object) -> None:
 
 
 @contextmanager
-def attributes(owner: object, **values: object) -> Iterator[None]:
-    """Set attributes of an object; afterwards each is as it was, also if something raises."""
+def temporary_attributes(owner: object, **values: object) -> Iterator[None]:
+    """Set attributes of an object, and restore them afterwards, also after an error."""
     before = {name: vars(owner).get(name, _ABSENT) for name in values}
     try:
         for name, value in values.items():
@@ -77,7 +77,7 @@ def attributes(owner: object, **values: object) -> Iterator[None]:
 
 @contextmanager
 def restored_on_error(owner: object, *names: str) -> Iterator[None]:
-    """If something raises, bring the attributes back to what they were."""
+    """Restore the attributes if an error is raised."""
     before = {name: vars(owner).get(name, _ABSENT) for name in names}
     try:
         yield
@@ -89,10 +89,10 @@ def restored_on_error(owner: object, *names: str) -> Iterator[None]:
 
 @contextmanager
 def without_gradients(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Every ``.grad`` is None; afterwards each is the very same tensor again.
+    """Set every ``.grad`` to None, and restore the very same tensors afterwards.
 
-    Unless ``optimizer.zero_grad`` was called meanwhile, by a hook or by the step itself: gradients that
-    somebody has cleared must not come back.
+    If ``optimizer.zero_grad`` was called meanwhile, by a hook or by the step itself, the gradients stay
+    cleared.
     """
     grads = [parameter.grad for parameter in parameters]
     cleared = False
@@ -103,7 +103,7 @@ def without_gradients(optimizer: torch.optim.Optimizer, parameters: Sequence[Ten
         cleared = True
         zero_grad(*args, **kwargs)
 
-    with attributes(optimizer, zero_grad=clearing):
+    with temporary_attributes(optimizer, zero_grad=clearing):
         try:
             for parameter in parameters:
                 parameter.grad = None

@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW
 
 import fastclip
 from fastclip.backends import native
-from fastclip.optim import step_plan as plan
+from fastclip.optim import step_plan
 from fastclip.policies import AdaGC, Policy, SpikeSkip, TrailingPercentile, ZClip
 from helpers import policy_oracles as oracles
 from helpers import training
@@ -38,7 +38,7 @@ GLOBAL = {
 def host_knows(request, monkeypatch) -> bool:
     """With False the flag and the coefficient stay where they are, as on a GPU, and the kernel decides."""
     if not request.param:
-        monkeypatch.setattr(plan, "_host_knows", lambda number: False)
+        monkeypatch.setattr(step_plan, "is_on_host", lambda number: False)
     return request.param
 
 

@@ -201,9 +201,9 @@ def test_a_norm_that_is_asked_for_between_and_a_step_that_is_not_made():
     monitor.batch(0)
     assert monitor.records[-1].total_norm == pytest.approx(later, rel=1e-6)
 
-    with pytest.raises(ValueError, match="expected max_norm to be 0.2, the limit of the attached optimizer"):
+    with pytest.raises(ValueError, match="expected max_norm to be 0.2 as for the attached optimizer"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(ValueError, match="expected norm_type 2.0, that of the attached optimizer, but got 1"):
+    with pytest.raises(ValueError, match="norm_type to be 2.0 as for the attached optimizer, but got 1"):
         accelerator.clip_grad_norm_(model.parameters(), 0.2, norm_type=1)
     monitor.close()
     observer = AcceleratorMonitor(accelerator, model, optimizer)

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import fastclip
-from fastclip.optim import step_plan as plan
+from fastclip.optim import step_plan
 from helpers import training
 from helpers.cases import INF, NAN, assert_bitwise_equal
 from helpers.training import MAX_NORM, OPTIMIZERS, TorchRun
@@ -27,7 +27,7 @@ STEPS = 50
 def host_knows(request, monkeypatch) -> bool:
     """With False the flag and the coefficient stay where they are, as on a GPU, and the kernel decides."""
     if not request.param:
-        monkeypatch.setattr(plan, "_host_knows", lambda number: False)
+        monkeypatch.setattr(step_plan, "is_on_host", lambda number: False)
     return request.param
 
 
@@ -130,7 +130,7 @@ def test_an_unclipped_step_on_the_cpu_hands_nothing_over_and_writes_no_gradient(
 
 def test_found_inf_is_exactly_one(monkeypatch):
     """A scaler of several devices adds theirs up; the kernels take 2 for a step backwards."""
-    monkeypatch.setattr(plan, "_host_knows", lambda number: False)
+    monkeypatch.setattr(step_plan, "is_on_host", lambda number: False)
     params, optimizer, _ = attached("adam_fused")
     training.set_gradients(params, [torch.full(s, NAN) for s in training.SHAPES])
     seen = []
@@ -492,7 +492,7 @@ def test_what_is_known_after_a_closure_that_raises_or_is_not_called():
     p = torch.nn.Parameter(torch.ones(2))
     ignores = Ignores([p], lr=1.0)
     fastclip.attach(ignores, 1.0)
-    with pytest.raises(RuntimeError, match=r"Ignores.step\(\) was given a closure and did not call it"):
+    with pytest.raises(RuntimeError, match=r"Ignores.step\(\) was given a closure but did not call it"):
         ignores.step(lambda: None)
 
 
@@ -554,7 +554,7 @@ def test_a_captured_graph_is_told_about_the_flag(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="fused optimizer or nonfinite='propagate'"):
-        plan._require_readable(OnCuda())
+        step_plan.require_readable(OnCuda())
 
 
 @pytest.mark.parametrize(
@@ -595,5 +595,5 @@ def test_optimizers_that_cannot_be_clipped_from_outside():
     with pytest.raises(TypeError, match=r"TakesScaler\.step takes the scaler"):
         fastclip.attach(TakesScaler(training.parameters(), lr=1.0), 1.0)
     fastclip.attach(optimizer, 1.0)
-    with pytest.raises(RuntimeError, match=r"this SGD is attached already; call detach\(\)"):
+    with pytest.raises(RuntimeError, match=r"this SGD is already attached; call detach\(\)"):
         fastclip.attach(optimizer, 1.0)

@@ -12,8 +12,8 @@ import torch
 from torch.optim import SGD, AdamW
 
 import fastclip
-from fastclip.grad_scaler import _LateNumber
-from fastclip.optim import step_plan as plan
+from fastclip.grad_scaler import _AsyncScalar
+from fastclip.optim import step_plan
 from helpers import training
 from helpers.cases import INF, NAN, assert_bitwise_equal
 from helpers.training import MAX_NORM, OPTIMIZERS, TorchRun
@@ -35,7 +35,7 @@ WAYS = [
 @pytest.fixture(params=[True, False], ids=["host", "device"])
 def host_knows(request, monkeypatch) -> bool:
     if not request.param:
-        monkeypatch.setattr(plan, "_host_knows", lambda number: False)
+        monkeypatch.setattr(step_plan, "is_on_host", lambda number: False)
     return request.param
 
 
@@ -74,7 +74,7 @@ def cases_of_steps() -> list[tuple[str, str, bool]]:
 @pytest.mark.parametrize(("name", "way", "host"), cases_of_steps())
 def test_step_is_torchs_unscale_clip_and_step(name, way, host, monkeypatch):
     if not host:
-        monkeypatch.setattr(plan, "_host_knows", lambda number: False)
+        monkeypatch.setattr(step_plan, "is_on_host", lambda number: False)
     gold, shadow = TorchRun(name), ShadowScaler()
     params = training.parameters()
     optimizer = OPTIMIZERS[name](params)
@@ -351,7 +351,7 @@ def test_several_optimizers_share_a_scaler():
 
 def test_the_flag_of_one_optimizer_is_not_that_of_another(monkeypatch):
     """torch adds the flags up in place, in the first of them."""
-    monkeypatch.setattr(plan, "_host_knows", lambda number: False)
+    monkeypatch.setattr(step_plan, "is_on_host", lambda number: False)
     first, second = training.parameters(), training.parameters()
     optimizers = [AdamW(first, fused=True), AdamW(second, fused=True)]
     scaler = make_scaler("fastclip")
@@ -392,7 +392,7 @@ def test_a_step_replaced_after_attach_is_told():
         optimizer.step = found_at_first
         scaler.scale(torch.zeros(()))
         p.grad = torch.ones_like(p)
-        with pytest.raises(RuntimeError, match="SGD.step was replaced by something.*Attach before"):
+        with pytest.raises(RuntimeError, match="SGD.step was replaced by a method.*Attach before"):
             scaler.step(optimizer)
         handle.detach()
 
@@ -544,7 +544,7 @@ def test_a_scale_below_one_warns_once_and_zero_raises():
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scale_of_zero_not_yet_noticed_applies_nothing(attached, fused, monkeypatch):
     """As on a GPU, where it is seen one update late. 0 * (1 / 0) is NaN; torch's scaler applies it."""
-    monkeypatch.setattr(_LateNumber, "read", lambda self, number: None)
+    monkeypatch.setattr(_AsyncScalar, "read", lambda self, number: None)
     p = torch.nn.Parameter(torch.ones(2))
     optimizer = SGD([p], lr=1.0, fused=fused)
     scaler = fastclip.GradScaler("cpu", init_scale=2.0**-149)
@@ -581,7 +581,7 @@ def test_a_number_from_a_gpu_is_read_one_call_late(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: torch.zeros(*a, **k))
-    late = _LateNumber()
+    late = _AsyncScalar()
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, non_blocking: self.fill_(other.value))
     assert late.read(OnCuda(3.0)) is None
     assert late.read(OnCuda(2.0)) is None  # not arrived: not waited for
@@ -601,12 +601,12 @@ def test_a_step_that_passes_the_scaler_by():
         RuntimeError, match=r"not called by the scaler.*call scaler.step\(optimizer\). No parameter was"
     ):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="not called by the scaler that the optimizer was attached with"):
+    with pytest.raises(RuntimeError, match="not called by the scaler given to fastclip.attach"):
         other = torch.amp.GradScaler("cpu", init_scale=8.0)
         other.scale(torch.zeros(()))
         other.step(optimizer)
     assert_bitwise_equal([p.data for p in params], before)
-    with pytest.raises(RuntimeError, match="attached with another scaler"):
+    with pytest.raises(RuntimeError, match="attached with a different scaler"):
         other = fastclip.GradScaler("cpu", init_scale=8.0)
         other.scale(torch.zeros(()))
         other.step(optimizer)

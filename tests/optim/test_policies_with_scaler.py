@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 import fastclip
-from fastclip.optim import step_plan as plan
+from fastclip.optim import step_plan
 from fastclip.policies import AdaGC, SpikeSkip, TrailingPercentile, ZClip
 from helpers import training
 from helpers.cases import NAN, assert_bitwise_equal
@@ -27,7 +27,7 @@ SCALERS = {
 @pytest.fixture(params=[True, False], ids=["host", "device"])
 def host_knows(request, monkeypatch) -> bool:
     if not request.param:
-        monkeypatch.setattr(plan, "_host_knows", lambda number: False)
+        monkeypatch.setattr(step_plan, "is_on_host", lambda number: False)
     return request.param
 
 

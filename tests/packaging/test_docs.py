@@ -390,7 +390,7 @@ def classes_in(path: Path) -> dict[str, set[str]]:
 # What other modules of fastclip call, and no user; GradStats are made by the pass alone.
 INTERNAL = {
     "fastclip.GradStats": {"nonfinite_per_rank", "inv_scale", "summary"},
-    "fastclip.Handle": {"driven_by", "prepare"},
+    "fastclip.Handle": {"discard_prepared", "inside_scaler_step", "prepare"},
     "fastclip.monitor.Incidents": {"store"},
     "lightning_callback.TrainerHooks": {"TrainerHooks"},
 }
