@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trainers of other libraries: Transformers, Accelerate and Lightning, each imported when it is asked for."""
+"""Callbacks and patches for Transformers, Accelerate and Lightning, each imported on first use."""

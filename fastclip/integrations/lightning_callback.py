@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The callback for Lightning's Trainer, without Lightning: for `lightning` and `pytorch_lightning` alike."""
+"""The callback for Lightning's Trainer, created for `lightning` and for `pytorch_lightning` alike."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from ..monitor import Monitor
 from ..optim import Handle
 from ..optim.step_plan import StepPlan
 from . import lightning_checks as checks
+from .monitor_options import require_monitor_options
 
 
 class TrainerHooks:
@@ -27,18 +29,18 @@ class TrainerHooks:
         trainer.fit(module)
         print(callback.monitor.summary())
 
-    Works with 16-mixed precision and fused optimizers, and with accumulation. The monitor's state is part of
-    Lightning's checkpoints: ``trainer.fit(ckpt_path=...)`` goes on with the same events. Several processes
-    all go on from that of the first. Each ``fit`` has a monitor of its own, whose steps are numbered as those
-    of the trainer.
+    Works with 16-mixed precision, fused optimizers and gradient accumulation. The monitor's state is part of
+    Lightning's checkpoints: ``trainer.fit(ckpt_path=...)`` continues with the same events. Of several
+    processes, all continue from the state of the first. Each ``fit`` has its own monitor, whose steps are
+    numbered as the Trainer's.
 
     Logs with ``pl_module.log``, for each optimizer step: "fastclip/total_norm" before clipping,
-    "fastclip/clip_coef" and "fastclip/skipped_steps" (on a GPU known one step late).
+    "fastclip/clip_coef" and "fastclip/skipped_steps" (on a GPU as of the step before).
 
     Args:
-        max_norm: as for :func:`fastclip.attach`, a policy included. None: observe only.
-        log_dir: directory of the log, a file a rank; None for none.
-        sample_ids: called with each training batch, gives what names each of its samples: a list or a tensor.
+        max_norm: as for :func:`fastclip.attach`, including policies. None: observe only.
+        log_dir: directory of the log, one file for each rank; None for no log.
+        sample_ids: called with each training batch; returns a list or tensor with an id for each sample.
         options: all others of :class:`fastclip.Monitor`.
 
     Raises:
@@ -61,37 +63,37 @@ class TrainerHooks:
         **options: Any,
     ) -> None:
         super().__init__()
-        checks.require_options(options)
+        require_monitor_options(options, ["sample_ids"])
         if sample_ids is not None and not callable(sample_ids):
             raise TypeError(
-                "expected sample_ids to be a function of a batch, but got " + type(sample_ids).__name__
+                f"expected sample_ids to be a function of a batch, but got {type(sample_ids).__name__}"
             )
         self._options = {"max_norm": max_norm, "log_dir": log_dir, **options}
         self._sample_ids = sample_ids
         self._monitor: Monitor | None = None
-        self._steps: _Steps | None = None  # while a training is watched
-        self._state: dict[str, Any] | None = None  # of the checkpoint that the fit goes on from
-        self._tells_batches = True
+        self._steps: _Steps | None = None  # while training
+        self._state: dict[str, Any] | None = None  # from the checkpoint that the fit resumes
+        self._shows_batches = True
 
     @property
     def monitor(self) -> Monitor:
-        """The monitor of the last fit, which may be over.
+        """The monitor of the latest fit, which may be over.
 
         Raises:
             RuntimeError: no training has begun in this process.
         """
         if self._monitor is None:
             raise RuntimeError(
-                "no training has begun in this process, so that there is no monitor. Strategies that spawn "
-                "train in other processes: read their log"
+                "no training has begun in this process, so there is no monitor. Strategies that spawn "
+                "processes train in those: read their log"
             )
         return self._monitor
 
     def __getstate__(self) -> dict[str, Any]:
-        """For processes that are spawned, and for copies: the monitor belongs to this one."""
+        """Return the state for spawned processes and for copies: the monitor stays with this callback."""
         return {**vars(self), "_monitor": None, "_steps": None, "_state": None}
 
-    # What the Trainer calls.
+    # Called by the Trainer.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
@@ -102,7 +104,7 @@ class TrainerHooks:
             checks.require_sole_clipping(trainer, pl_module, self._module_class, self._options["max_norm"])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._close()  # of a search for a batch size or learning rate within this fit
+        self._close()  # a search for a batch size or learning rate within this fit
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         monitor = Monitor(
             pl_module,
@@ -112,8 +114,8 @@ class TrainerHooks:
             **self._options,
         )
         self._monitor, self._steps = monitor, _Steps(monitor.handle)
-        # With an iterator in the place of the batch, the batch that hooks are given is another one.
-        self._tells_batches = "dataloader_iter" not in inspect.signature(pl_module.training_step).parameters
+        # If training_step takes an iterator, Lightning gives hooks a different batch.
+        self._shows_batches = "dataloader_iter" not in inspect.signature(pl_module.training_step).parameters
         if self._state is not None:
             _load(monitor, self._state)
         elif trainer.global_step:
@@ -124,15 +126,15 @@ class TrainerHooks:
             return
         clears = batch_idx % trainer.accumulate_grad_batches == 0 and pl_module.automatic_optimization
         if self._steps.begun and clears:
-            # Lightning clears the gradients of the batches before, which no step has used.
+            # Lightning clears the gradients of the previous batches, which no step has used.
             self.monitor.recorder.discard()
         self._steps.begun = True
-        if self._tells_batches:
+        if self._shows_batches:
             sample_ids = None if self._sample_ids is None else self._sample_ids(batch)
             self.monitor.batch(batch, sample_ids=sample_ids)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """The loss comes scaled, and divided by the number of batches that are accumulated."""
+        """Record the loss, which Lightning has scaled, and divided by the number of accumulated batches."""
         if self._steps is None or loss.numel() != 1 or loss.is_complex():
             return
         loss = loss.detach()
@@ -150,7 +152,7 @@ class TrainerHooks:
             return
         if self._steps.made and not trainer.barebones:
             numbers = self._numbers(self._steps.plan)
-            pl_module.log_dict(numbers, on_step=True, on_epoch=False, batch_size=1)  # no mean is taken
+            pl_module.log_dict(numbers, on_step=True, on_epoch=False, batch_size=1)  # no averaging
         self._steps.made = False
         if self.monitor.should_stop:
             trainer.should_stop = True
@@ -159,7 +161,7 @@ class TrainerHooks:
         if self._steps is None:
             return
         try:
-            if trainer.training:  # one that a validation raised is not of the step that follows
+            if trainer.training:  # an error in validation does not belong to the next step
                 self.monitor.__exit__(type(exception), exception, exception.__traceback__)
         finally:
             self._close()
@@ -172,7 +174,7 @@ class TrainerHooks:
         return {} if self._monitor is None else self._monitor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called before or after on_fit_start, as the strategy wants it, but before on_train_start."""
+        """Keep the state for on_train_start; the strategy decides whether this comes before on_fit_start."""
         self._state = state_dict
 
     def _close(self) -> None:
@@ -182,14 +184,14 @@ class TrainerHooks:
             self.monitor.close()
 
     def _numbers(self, plan: StepPlan | None) -> dict[str, Tensor | float]:
-        """Of the step that was made. Tensors, so that nothing waits for the device."""
+        """Return the numbers to log for the last step, as tensors, so that nothing waits for the device."""
         numbers: dict[str, Tensor | float] = {}
         if plan is not None:
             norms = plan.summary[:, 0]  # several with groups
             numbers["fastclip/total_norm"] = (
                 norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, plan.inputs.norm_type)
             )
-            if plan.summary.shape[1] > 1:  # else nobody clips
+            if plan.summary.shape[1] > 1:  # else nothing is clipped
                 numbers["fastclip/clip_coef"] = plan.summary[:, 1].amin()
         if self.monitor.records:
             numbers["fastclip/skipped_steps"] = float(self.monitor.records[-1].skipped_steps)
@@ -200,9 +202,9 @@ class _Steps:
     """An observer of the optimizer's steps.
 
     Attributes:
-        made: whether there was one since this was last made False.
-        plan: of the last one; None if there were no gradients.
-        begun: whether a batch has come since the last one.
+        made: whether a step was made since this was last set to False.
+        plan: the plan of the last step; None if there were no gradients.
+        begun: whether a batch has started since the last step.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -232,6 +234,32 @@ def _load(monitor: Monitor, state: dict[str, Any]) -> None:
         monitor.load_state_dict(state)
     except ValueError as error:
         raise ValueError(
-            f"the checkpoint is of a FastclipCallback with other options: {error}. Give it those, or delete "
-            "its entry in checkpoint['callbacks'] to begin a new watch"
+            f"the checkpoint was saved by a FastclipCallback with other options: {error}. Use the same "
+            "options, or delete its entry in checkpoint['callbacks'] to start with a new monitor"
         ) from error
+
+
+def callback_class(package: str, module: str, requirement: str) -> Any:
+    """Create the FastclipCallback for the Trainer of one of Lightning's two packages.
+
+    Args:
+        package: "lightning.pytorch" or "pytorch_lightning".
+        module: the module of fastclip that the class belongs to, where pickle looks for it.
+        requirement: what pip installs, for the error message.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    try:
+        lightning = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package.partition(".")[0]:
+            raise
+        raise ImportError(f"{module} needs {package}: pip install {requirement}") from error
+    attributes = {
+        "__module__": module,
+        "__doc__": TrainerHooks.__doc__,
+        "_package": package,
+        "_module_class": lightning.LightningModule,
+    }
+    return type("FastclipCallback", (TrainerHooks, lightning.Callback), attributes)

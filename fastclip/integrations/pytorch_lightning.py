@@ -1,24 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The callback for the Trainer of `pytorch_lightning`. That of `lightning` is in the module of that name."""
+"""The callback for the Trainer of `pytorch_lightning`; fastclip.integrations.lightning has the other one."""
 
-from __future__ import annotations
-
-try:
-    from pytorch_lightning import LightningModule
-    from pytorch_lightning.callbacks import Callback
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "pytorch_lightning":
-        raise
-    raise ImportError(
-        "fastclip.integrations.pytorch_lightning needs it: pip install pytorch-lightning"
-    ) from error
-
-from .lightning_callback import TrainerHooks
+from .lightning_callback import callback_class
 
 __all__ = ["FastclipCallback"]
 
-
-class FastclipCallback(TrainerHooks, Callback):
-    __doc__ = TrainerHooks.__doc__
-    _package = "pytorch_lightning"
-    _module_class = LightningModule
+FastclipCallback = callback_class("pytorch_lightning", __name__, "pytorch-lightning")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One training of a Trainer of Transformers: what is put in place for its time, and taken back."""
+"""One training run of a Transformers Trainer: the changes that last from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from .accelerate import AcceleratorMonitor
 
 
 class TrainerRun:
-    """Watches from ``on_train_begin`` on, until :meth:`close`.
+    """Monitors a training from ``on_train_begin`` until :meth:`close`.
 
-    The Trainer tells its callbacks neither batches nor losses. Its methods do, and those of its accelerator:
-    ``training_step`` gets a batch, ``backward`` the loss that is trained on, whatever has computed it.
+    The Trainer passes neither batches nor losses to its callbacks. They are taken from its methods and its
+    accelerator's: ``training_step`` receives a batch, ``backward`` the loss that is trained on, whatever has
+    computed it.
 
     Args:
         trainer: a transformers.Trainer that has prepared model and optimizer.
         max_norm: the limit.
-        options: of the monitor.
+        options: those of the monitor.
 
     Attributes:
         monitor: the monitor of this training.
@@ -43,12 +44,12 @@ class TrainerRun:
             scheduler=trainer.lr_scheduler,
             **options,
         )
-        # Then a replay can give the model what it got, see below.
+        # So that a replay can call the model with the same arguments, see _training_step.
         self._keeps_items = options.get("incidents") is not None and getattr(
             trainer, "model_accepts_loss_kwargs", False
         )
         self._micro_batches: int = args.gradient_accumulation_steps
-        self._loss: Tensor | None = None  # of the step, as far as it has come
+        self._loss: Tensor | None = None  # of the batches of this step so far
         self._logged = self._first_unlogged = 0
         self._in_step = False
         self._nan_filter = args.logging_nan_inf_filter
@@ -64,15 +65,16 @@ class TrainerRun:
             self._wrappers.append(MethodWrapper(trainer, "get_batch_samples", self._get_batch_samples))
 
     def failed(self, error: BaseException) -> None:
-        """The training ends with an exception."""
+        """Record the exception that ends the training."""
         if self._in_step:
             self.monitor.__exit__(type(error), error, error.__traceback__)
 
     def end_step(self) -> None:
-        """The Trainer is done with a step."""
+        """Receive the end of a step from the Trainer."""
         self._in_step = False
 
     def close(self) -> None:
+        """Undo all changes and close the monitor."""
         for wrapper in reversed(self._wrappers):
             wrapper.undo()
         self._trainer.args.logging_nan_inf_filter = self._nan_filter
@@ -81,7 +83,7 @@ class TrainerRun:
     # Batches and losses.
 
     def _get_batch_samples(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        """The batches of a step: the last ones of an epoch may be fewer."""
+        """Count the batches of a step: the last step of an epoch may have fewer."""
         batches, items = inner(*args, **kwargs)
         self._micro_batches = len(batches)
         return batches, items
@@ -91,35 +93,36 @@ class TrainerRun:
         if isinstance(inputs, Mapping):
             if "sample_ids" in inputs:
                 sample_ids = inputs.pop("sample_ids")  # type: ignore[attr-defined]
-            batch = dict(inputs)  # the Trainer takes the labels out
+            batch = dict(inputs)  # the Trainer removes the labels from its own
             items = args[0] if args else kwargs.get("num_items_in_batch")
             if items is not None and self._keeps_items:
-                # Of the whole step: divided, since the loss of a batch is to be multiplied, see below.
+                # The number is that of the whole step, and _backward multiplies the loss of a batch.
                 batch["num_items_in_batch"] = (
                     items if self._micro_batches == 1 else items / self._micro_batches
                 )
-        self._in_step = False  # the context tells what happens in it
+        self._in_step = False  # the context records errors inside it
         with self.monitor.batch(batch, sample_ids=sample_ids):
             loss = inner(model, inputs, *args, **kwargs)
         self._in_step = True
         return loss
 
     def _backward(self, inner: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The gradients of a step are those of the sum of what is seen here, divided as Accelerate does.
+        """Record the loss of a batch.
 
-        The monitor takes the mean over the batches of a step.
+        The gradients of a step are those of the sum of these losses, divided as Accelerate does. The monitor
+        takes the mean over the batches of a step.
         """
         divisor = self._trainer.accelerator.gradient_accumulation_steps
-        told = loss.detach()
+        recorded = loss.detach()
         if self._micro_batches != divisor:
-            told = told * (self._micro_batches / divisor)
-        self.monitor.loss(told)
+            recorded = recorded * (self._micro_batches / divisor)
+        self.monitor.loss(recorded)
         part = loss.detach() / divisor
         self._loss = part if self._loss is None else self._loss + part
         return inner(loss, *args, **kwargs)
 
     def _clip_grad_norm(self, inner: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        """The limit is the callback's; what the Trainer gets is the norm."""
+        """Return the norm to the Trainer; the step clips, to the callback's limit."""
         if isinstance(self._limit, SpikeSkip) and self._loss is not None:
             accelerator = self._trainer.accelerator
             many = accelerator.num_processes > 1
@@ -127,7 +130,7 @@ class TrainerRun:
         self._loss = None
         return inner(parameters, math.inf)
 
-    # What the Trainer logs.
+    # The Trainer's log.
 
     def _log(self, inner: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if "loss" in logs:
@@ -136,7 +139,7 @@ class TrainerRun:
         return inner(logs, *args, **kwargs)
 
     def _log_save_evaluate(self, inner: Any, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Where it logs, the Trainer subtracts the sum of the losses from itself, which leaves NaN as NaN."""
+        """Reset a NaN sum of losses once it is logged: the Trainer subtracts it from itself, leaving NaN."""
         logged = self._logged
         result = inner(tr_loss, *args, **kwargs)
         if self._logged > logged:
@@ -144,7 +147,7 @@ class TrainerRun:
         return result
 
     def _numbers(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """What is told of the steps since the last time."""
+        """Return the numbers to log for the steps since the last log entry."""
         self.monitor.pipeline.advance(wait=True)  # the Trainer has just waited for the device, too
         newest = itertools.takewhile(lambda r: r.step >= self._first_unlogged, reversed(self.monitor.records))
         records = list(newest)[::-1]
@@ -160,7 +163,7 @@ class TrainerRun:
 
 
 def numbers_of(records: list[Record]) -> dict[str, float]:
-    """Of several steps, as Python numbers under the names of a log."""
+    """Return the numbers to log for several steps."""
     clipped = [record.clipped for record in records if record.clipped is not None]
     norms = [r.total_norm for r in records if r.total_norm is not None and math.isfinite(r.total_norm)]
     numbers: dict[str, float] = {}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Transformers: a callback that lets the Trainer clip with fastclip and watches what it trains."""
+"""The callback for the Trainer of Transformers: it clips with fastclip and monitors the training."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import sys
@@ -16,6 +15,7 @@ from ..collect import MaxNorm
 from ..monitor import Monitor
 from ..optim.wrapping import MethodWrapper
 from .accelerate import inner_optimizer, require_supported
+from .monitor_options import require_monitor_options
 from .trainer_run import TrainerRun
 
 try:
@@ -28,57 +28,53 @@ except ImportError as error:
 
 __all__ = ["FastclipCallback"]
 
-_OF_THE_TRAINER = ("self", "model", "optimizer", "max_norm", "scheduler", "scaler")
-
 
 class FastclipCallback(TrainerCallback):
-    """Clips and watches what a Trainer trains::
+    """Clips inside the optimizer's step and monitors the training.
+
+    ::
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[FastclipCallback(log_dir="runs/1")])
         trainer.train()
 
-    From the begin of ``train()`` to its end the gradients are clipped by fastclip in the optimizer's step,
-    and a step with NaN or Inf in a gradient is left out; every batch, loss and step is recorded by a
-    :class:`fastclip.Monitor`; the Trainer logs the norm before clipping as "grad_norm", and a few numbers
-    more. NaN losses are no longer hidden from the Trainer's log. An event with the action "stop" stops the
-    training. The monitor's state is part of each checkpoint.
+    During ``train()`` fastclip clips the gradients in the optimizer's step and skips steps with NaN or Inf in
+    a gradient; a :class:`fastclip.Monitor` records every batch, loss and step; the Trainer logs the norm
+    before clipping as "grad_norm", and a few further numbers. NaN losses are no longer hidden from the
+    Trainer's log. An event with the action "stop" stops the training. The monitor's state is part of each
+    checkpoint.
 
     Args:
-        max_norm: a number >= 0, or one of fastclip.policies. None: ``max_grad_norm`` of the arguments of the
-            training, where 0 means no limit.
-        options: as for :class:`fastclip.Monitor`, all but model, optimizer, scheduler and scaler.
+        max_norm: a number >= 0, or one of fastclip.policies. None: ``max_grad_norm`` of the
+            TrainingArguments, where 0 means no limit.
+        options: as for :class:`fastclip.Monitor`, except model, optimizer, scheduler and scaler.
 
     Attributes:
-        monitor: the Monitor of the training that runs, or of the last one; None before the first.
+        monitor: the Monitor of the current training, or of the latest; None before the first.
 
     Raises:
         TypeError: an option that the Monitor does not have.
-        RuntimeError: by ``train()``, before it begins: DeepSpeed, Megatron-LM, FSDP1, XLA devices, apex,
+        RuntimeError: by ``train()``, before training: DeepSpeed, Megatron-LM, FSDP1, XLA devices, apex,
             SageMaker, DataParallel, parameters on several device meshes; a callback that was added to a
             Trainer by ``add_callback``: see :meth:`watch`.
     """
 
     def __init__(self, max_norm: MaxNorm | None = None, **options: Any) -> None:
-        known = [
-            name for name in inspect.signature(Monitor.__init__).parameters if name not in _OF_THE_TRAINER
-        ]
-        if unknown := sorted(set(options) - set(known)):
-            raise TypeError(f"expected options of fastclip.Monitor ({', '.join(known)}), but got {unknown}")
+        require_monitor_options(options)
         self.max_norm, self.options = max_norm, options
         self.monitor: Monitor | None = None
-        self._trainer: Trainer | None = None  # that is training
+        self._trainer: Trainer | None = None  # while it trains
         self._checkpoint: str | None = None
         self._run: TrainerRun | None = None
         self._watched: list[Trainer] = []
 
     def watch(self, trainer: Trainer) -> FastclipCallback:
-        """Watch a Trainer that was made without this callback; call it before ``train()``.
+        """Monitor a Trainer that was created without this callback; call this before ``train()``.
 
         Returns:
             The callback.
 
         Raises:
-            TypeError: not a Trainer.
+            TypeError: `trainer` is not a Trainer.
         """
         if not isinstance(trainer, Trainer):
             raise TypeError(
@@ -118,7 +114,7 @@ class FastclipCallback(TrainerCallback):
         if run is not None:
             run.close()
 
-    # What the Trainer calls.
+    # Called by the Trainer.
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.watch(_calling_trainer(self))
@@ -127,10 +123,10 @@ class FastclipCallback(TrainerCallback):
         trainer = self._trainer
         if trainer is None:
             raise RuntimeError(
-                "FastclipCallback was added to a Trainer that was already there: pass it to "
-                "Trainer(callbacks=[...]), or call callback.watch(trainer) before train()"
+                "FastclipCallback was added to an existing Trainer: pass it to Trainer(callbacks=[...]), or "
+                "call callback.watch(trainer) before train()"
             )
-        self._end()  # begun before, where the Trainer has tried again with smaller batches
+        self._end()  # left open if the Trainer retries with smaller batches
         inner = inner_optimizer(trainer.optimizer)
         require_one_mesh(inner)
         limit = self.max_norm if self.max_norm is not None else args.max_grad_norm or math.inf
@@ -147,8 +143,8 @@ class FastclipCallback(TrainerCallback):
             self.monitor.load_state_dict(torch.load(path, map_location=args.device, weights_only=True))
             return
         warnings.warn(
-            f"fastclip: there is no state of a monitor in the checkpoint {self._checkpoint}: the monitor "
-            f"counts on from step {step} and remembers nothing of the steps before",
+            f"fastclip: the checkpoint {self._checkpoint} holds no monitor state: the monitor continues at "
+            f"step {step} without the history of earlier steps",
             stacklevel=2,
         )
         self.monitor.load_state_dict(self.monitor.state_dict() | {"step": step})
@@ -171,12 +167,12 @@ class FastclipCallback(TrainerCallback):
 
 
 def state_path(checkpoint: str, rank: int) -> str:
-    """Where in a checkpoint the state of a process's monitor is."""
+    """Return the path of a process's monitor state in a checkpoint."""
     return os.path.join(checkpoint, f"fastclip_monitor_rank{rank:05}.pt")
 
 
 def _calling_trainer(callback: TrainerCallback) -> Trainer:
-    """The Trainer that has called the callback: it tells callbacks all but itself."""
+    """Return the Trainer that called the callback: it passes everything to callbacks except itself."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -189,25 +185,25 @@ def _calling_trainer(callback: TrainerCallback) -> Trainer:
 
 
 def require_trainer_supported(trainer: Trainer) -> None:
-    """Raise RuntimeError for a way of training in which the gradients are not the optimizer's own."""
+    """Raise RuntimeError if the optimizer's parameters would not have their gradients in its step."""
     require_supported(trainer.accelerator)
     advice = None
     if getattr(trainer, "use_apex", False):
-        advice = "apex: use the mixed precision of torch (fp16=True or bf16=True)"
+        advice = "apex: use torch's mixed precision (fp16=True or bf16=True)"
     elif "SAGEMAKER" in str(trainer.args.parallel_mode):
-        advice = "the model parallelism of SageMaker"
+        advice = "SageMaker's model parallelism"
     elif trainer.args.n_gpu > 1:
-        advice = "DataParallel: launch one process for each GPU with torchrun, or show one GPU alone"
+        advice = "DataParallel: launch one process for each GPU with torchrun, or make only one GPU visible"
     if advice is not None:
         raise RuntimeError(f"fastclip does not work with {advice}")
 
 
 def require_one_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError for parameters on several device meshes: the Trainer clips them by itself."""
+    """Raise RuntimeError for parameters on several device meshes, which the Trainer clips itself."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     meshes = {str(getattr(p, "device_mesh", None)) for p in parameters}
     if len(meshes) > 1:
         raise RuntimeError(
-            "fastclip.integrations does not work with parameters on several device meshes: the Trainer clips "
-            f"them by itself. Found {sorted(meshes)}"
+            "fastclip does not work with parameters on several device meshes, which the Trainer clips "
+            f"itself: found {sorted(meshes)}"
         )

@@ -15,7 +15,7 @@ from fastclip.monitor.sinks.scalars import TAGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "stability.md"
 INTEGRATIONS = Path(fastclip.__file__).parent / "integrations"
-HELPERS = ("__init__", "lightning_callback", "lightning_checks", "trainer_run")
+HELPERS = ("__init__", "lightning_callback", "lightning_checks", "monitor_options", "trainer_run")
 TEXT = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
 if not TEXT:
     pytest.skip("the tests run without the documentation", allow_module_level=True)
