@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A log as one page of HTML that needs nothing else."""
+"""Report of a run: its log as one self-contained HTML page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which charts a run has, and the series of each: those without numbers are left out."""
+"""The charts of a run and their series; a chart without numbers is omitted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from statistics import median
 from typing import Any
 
 from ..monitor.record import Record
-from .chart_help import READINGS
+from .chart_help import CHART_HELP
 from .series import WINDOW, Axis, Series, trailing_quantiles, trailing_share
 
 Records = Mapping[int, Sequence[Record]]
-_MOST_RANKS = 8  # that have a line each; of more there are the lowest, the median and the highest
-_WIDE = 30  # times the median, from which on a loss has a logarithmic axis
-_MOST_SERIES = 12  # of what has names: learning rates, losses
+_MOST_RANKS = 8  # ranks with a line each; more ranks are shown by the lowest, the median and the highest
+_WIDE = 30  # a loss this many times its median gets a logarithmic axis
+_MOST_SERIES = 12  # lines of a chart by name: learning rates, losses
 
 
 @dataclass
@@ -25,10 +25,10 @@ class Chart:
 
     Attributes:
         key: its name in the page.
-        scale: of the y axis: "linear", "log", "counts" (0, then log) or "share" (0 to 1).
-        unit: said beside the title.
-        kinds: of the events that are marked in it.
-        lines: (height, label) of fixed lines.
+        scale: the scale of the y axis: "linear", "log", "counts" (0, then log) or "share" (0 to 1).
+        unit: the unit shown beside the title.
+        kinds: the kinds of events that are marked in it.
+        lines: (height, label) of the fixed lines.
     """
 
     key: str
@@ -40,17 +40,17 @@ class Chart:
     lines: tuple[tuple[float, str], ...] = ()
 
     @property
-    def reading(self) -> str:
-        """How to read it, a sentence or two."""
-        return READINGS[self.key]
+    def help_text(self) -> str:
+        """How to read the chart, in a sentence or two."""
+        return CHART_HELP[self.key]
 
-    def told(self, axis: Axis) -> str:
-        """The numbers in sentences, for who does not see the chart."""
+    def description(self, axis: Axis) -> str:
+        """Return the numbers in sentences, for readers who do not see the chart."""
         shown = [one for one in self.series if one.role != "guide"][:_MOST_RANKS]
-        return f"{self.title}. " + " ".join(_told(one, axis, self.scale == "share") for one in shown)
+        return f"{self.title}. " + " ".join(_describe(one, axis, self.scale == "share") for one in shown)
 
 
-def _told(series: Series, axis: Axis, as_share: bool) -> str:
+def _describe(series: Series, axis: Axis, as_share: bool) -> str:
     def number(value: float) -> str:
         return f"{value:.0%}" if as_share else f"{value:.4g}"
 
@@ -64,7 +64,7 @@ def _told(series: Series, axis: Axis, as_share: bool) -> str:
 
 
 def all_charts(records: Records, axis: Axis) -> list[Chart]:
-    """Those that have numbers, in the order in which they are to be read."""
+    """Return the charts that have numbers, in reading order."""
     first = records[min(records)]
     made = [
         _loss(records, axis),
@@ -88,33 +88,33 @@ def all_charts(records: Records, axis: Axis) -> list[Chart]:
     return charts
 
 
-Numbers = Iterator[tuple[int, float | None]]
+StepValues = Iterator[tuple[int, float | None]]
 
 
-def _each(records: Sequence[Record], name: str) -> Numbers:
+def _each(records: Sequence[Record], name: str) -> StepValues:
     return ((record.step, getattr(record, name)) for record in records)
 
 
 def _by_rank(records: Records, axis: Axis, name: str) -> list[Series]:
-    """A line for each rank that has a log."""
+    """Return a line for each rank that has a log."""
     lines = [axis.series(f"rank {rank}", _each(its, name), "rank") for rank, its in sorted(records.items())]
     lines = [one for one in lines if one]
     if len(lines) == 1:
         lines[0].role, lines[0].label = "main", name.replace("_", " ")
-    return lines if len(lines) <= _MOST_RANKS else _spread(lines)
+    return lines if len(lines) <= _MOST_RANKS else _rank_summary(lines)
 
 
-def _told_by(records: Sequence[Record], axis: Axis, key: str) -> list[Series]:
-    """A line for each rank, of what the processes have told each other: where one alone has a log."""
+def _exchanged(records: Sequence[Record], axis: Axis, key: str) -> list[Series]:
+    """Return a line for each rank from one rank's log, which has the numbers that the ranks exchanged."""
     world = max((len(record.ranks.get(key, ())) for record in records), default=0)
 
-    def numbers(rank: int) -> Numbers:
+    def values_of(rank: int) -> StepValues:
         for record in records:
-            told = record.ranks.get(key, ())
-            yield record.step, told[rank] if rank < len(told) else None
+            values = record.ranks.get(key, ())
+            yield record.step, values[rank] if rank < len(values) else None
 
-    lines = [axis.series(f"rank {rank}", numbers(rank), "rank") for rank in range(world)]
-    return lines if world <= _MOST_RANKS else _spread(lines)
+    lines = [axis.series(f"rank {rank}", values_of(rank), "rank") for rank in range(world)]
+    return lines if world <= _MOST_RANKS else _rank_summary(lines)
 
 
 def _scaled(lines: list[Series], factor: float) -> list[Series]:
@@ -123,8 +123,8 @@ def _scaled(lines: list[Series], factor: float) -> list[Series]:
     return lines
 
 
-def _spread(lines: Sequence[Series]) -> list[Series]:
-    """The lowest, the median and the highest of many lines; what is not finite stays so in the highest."""
+def _rank_summary(lines: Sequence[Series]) -> list[Series]:
+    """Return the lowest, the median and the highest of many lines; the highest keeps NaN and Inf."""
     by_place: dict[int, list[float]] = {}
     for line in lines:
         for place, value in zip(line.at, line.values, strict=True):
@@ -145,8 +145,8 @@ def _spread(lines: Sequence[Series]) -> list[Series]:
 
 def _loss(records: Records, axis: Axis) -> Chart:
     lines = _by_rank(records, axis, "loss")
-    if len(records) == 1 and len(told := _told_by(next(iter(records.values())), axis, "loss")) > 1:
-        lines = told
+    if len(records) == 1 and len(by_rank := _exchanged(next(iter(records.values())), axis, "loss")) > 1:
+        lines = by_rank
     if len(lines) == 1 and (count := len(lines[0].at)) >= WINDOW:
         lines[0].role = "faint"
         size = min(WINDOW, max(20, count // 50))
@@ -156,14 +156,14 @@ def _loss(records: Records, axis: Axis) -> Chart:
 
 
 def _scale_for(lines: Sequence[Series]) -> str:
-    """Logarithmic for an explosion, of which a linear axis would show nothing but its last steps."""
+    """Return "log" for an explosion, of which a linear axis would only show the last steps."""
     values = [value for line in lines for value in line.finite()]
     is_wide = bool(values) and min(values) > 0 and max(values) > _WIDE * median(values)
     return "log" if is_wide else "linear"
 
 
 def _named(records: Sequence[Record], axis: Axis, name: str, role: str = "main") -> list[Series]:
-    """A line for each name in a mapping, at most _MOST_SERIES; the first eight are drawn at first."""
+    """Return a line for each name in a mapping, at most _MOST_SERIES; the first eight are shown at first."""
     names = list(dict.fromkeys(key for record in records for key in getattr(record, name)))[:_MOST_SERIES]
     return [
         axis.series(key, ((r.step, getattr(r, name).get(key)) for r in records), role, number < _MOST_RANKS)
@@ -173,13 +173,13 @@ def _named(records: Sequence[Record], axis: Axis, name: str, role: str = "main")
 
 def _losses(records: Sequence[Record], axis: Axis) -> Chart:
     lines = _named(records, axis, "losses")
-    return Chart("losses", "Further losses", _scale_for(lines), lines)
+    return Chart("losses", "Other losses", _scale_for(lines), lines)
 
 
 def _norm(records: Sequence[Record], axis: Axis) -> Chart:
     norm = axis.series("total_norm", _each(records, "total_norm"), "faint")
     limit = axis.series("max_norm", _each(records, "max_norm"), "limit")
-    # Without a limit there is max_norm=inf, which is no line.
+    # max_norm=inf means no limit, and is not a line.
     limit = limit if limit.finite() else axis.series("max_norm", ())
     percentiles = trailing_quantiles(norm, {"p50": 0.5, "p95": 0.95})
     kinds = ("norm_growth", "norm_spike", "norm_drift", "nonfinite")
@@ -193,7 +193,7 @@ def _groups(records: Sequence[Record], axis: Axis) -> Chart:
 def _clipping(records: Sequence[Record], axis: Axis) -> Chart:
     flags = axis.series("clipped", ((r.step, r.clipped) for r in records))
     share = trailing_share(flags, f"share of {WINDOW} steps")
-    lines = ((0.9, "too much work"),)
+    lines = ((0.9, "too many"),)
     return Chart("clipping", "Share of clipped steps", "share", [share], "", ("clip_share",), lines)
 
 
@@ -237,8 +237,8 @@ def _updates(records: Sequence[Record], axis: Axis) -> Chart:
     def bad(values: list[float]) -> float | None:
         return next((value for value in values if not math.isfinite(value)), None)
 
-    def of(tell: Callable[[list[float]], float]) -> Numbers:
-        return ((step, tell(values) if (b := bad(values)) is None else b) for step, values in known)
+    def of(statistic: Callable[[list[float]], float]) -> StepValues:
+        return ((step, statistic(values) if (b := bad(values)) is None else b) for step, values in known)
 
     series = [axis.series("largest", of(max)), axis.series("median", of(median))]
     lines = ((0.001, "usual"), (0.2, "median too high"))
@@ -252,12 +252,12 @@ def _weights(records: Sequence[Record], axis: Axis) -> Chart:
 
 def _speed(records: Records, axis: Axis) -> list[Chart]:
     lines = _scaled(_by_rank(records, axis, "step_time"), 1e3)
-    charts = [Chart("time", "Time of a step", "log", lines, "ms", ("rank",))]
+    charts = [Chart("time", "Step time", "log", lines, "ms", ("rank",))]
     first = records[min(records)]
-    told = _scaled(_told_by(first, axis, "seconds"), 1e3)
-    if len(told) > 1:
-        charts.append(Chart("seconds", "Time from batch to loss", "log", told, "ms", ("rank",)))
-    # One of them: samples differ from tokens by their length only.
+    by_rank = _scaled(_exchanged(first, axis, "seconds"), 1e3)
+    if len(by_rank) > 1:
+        charts.append(Chart("seconds", "Time from batch to loss", "log", by_rank, "ms", ("rank",)))
+    # One of the two is enough: samples and tokens differ by the length only.
     name = "tokens" if any(record.tokens_per_second is not None for record in first) else "samples"
     series = axis.series(f"{name}/s", _each(first, f"{name}_per_second"))
     return [*charts, Chart("throughput", f"{name.capitalize()} per second", "linear", [series])]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Numbers as the page holds them: base64 of 32 or 64 bit floats, and places as runs."""
+"""Encoding of numbers for the page: base64 of 32 or 64 bit floats, and places as runs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 
 from .series import Series, thinned, without_repeats
 
-BUDGET = 1_000_000  # values in the charts of a page, each about 7 bytes of it with its place
-_LARGEST, _SMALLEST = 3.4e38, 1.2e-38  # of what float32 keeps to seven digits
+BUDGET = 1_000_000  # values in the charts of a page; each takes about 7 bytes, including its place
+_LARGEST, _SMALLEST = 3.4e38, 1.2e-38  # the range in which float32 keeps seven digits
 
 
-def encoded(values: Sequence[float]) -> dict[str, str]:
-    """As float32 where it can hold them, else as float64."""
+def encode_values(values: Sequence[float]) -> dict[str, str]:
+    """Encode values as float32 if it can hold them, else as float64."""
     fits = all(
         value == 0 or _SMALLEST < abs(value) < _LARGEST or not math.isfinite(value) for value in values
     )
     return {"f4" if fits else "f8": _base64(array("f" if fits else "d", values))}
 
 
-def encoded_places(places: Sequence[int]) -> dict[str, Any]:
-    """As runs (first, distance, count), or the first and the distances where that is shorter."""
+def encode_places(places: Sequence[int]) -> dict[str, Any]:
+    """Encode places as runs (first, distance, count), or as the first and distances if that is shorter."""
     runs: list[list[int]] = []
     for place in places:
         if runs and (runs[-1][2] == 1 or place == runs[-1][0] + runs[-1][1] * runs[-1][2]):
@@ -44,24 +44,25 @@ def encoded_places(places: Sequence[int]) -> dict[str, Any]:
     return {"first": places[0], "u1" if kind == "B" else "u4": _base64(array(kind, distances))}
 
 
-def encoded_series(series: Series, budget: int) -> dict[str, Any]:
+def encode_series(series: Series, budget: int) -> dict[str, Any]:
+    """Encode a series, thinned to about `budget` values."""
     less = thinned(without_repeats(series), budget)
     found: dict[str, Any] = {"label": series.label, "role": series.role}
-    found |= {"at": encoded_places(less.at), "values": encoded(less.values)}
+    found |= {"at": encode_places(less.at), "values": encode_values(less.values)}
     if less.breaks:
-        found["breaks"] = encoded_places(less.breaks[:budget])
+        found["breaks"] = encode_places(less.breaks[:budget])
     if not series.shown:
         found["hidden"] = True
     return found
 
 
 def _base64(numbers: array[Any]) -> str:
-    if sys.byteorder == "big":  # browsers read what is little-endian
+    if sys.byteorder == "big":  # the page's script expects little-endian numbers
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode()
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand in a <script> element: nothing in it ends the element or begins a comment."""
+    """Return JSON for a <script> element: nothing in it can end the element or start a comment."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Events and incidents as lists of HTML; what opens is <details>, which keyboards and readers know."""
+"""Events and incidents as HTML lists, with <details> elements, which keyboards and screen readers know."""
 
 from __future__ import annotations
 
@@ -12,27 +12,36 @@ from typing import Any
 
 from ..monitor.diagnosis.findings import Finding
 from ..monitor.record import SEVERITIES
-from .events import MOST_LISTED, MOST_MARKED, IncidentSummary, Told, most_telling, ranks_told
+from .events import MOST_LISTED, MOST_MARKED, IncidentSummary, ReportedEvent, format_ranks, most_important
 from .series import Axis
 
 SHAPES = {"error": "◆", "warning": "▲", "info": "●"}
 
 
-def mark_rows(events: Sequence[Told], axis: Axis) -> dict[str, Any]:
-    """The events as marks: kinds, and a row (step, kind, severity, number in the list or -1) each."""
-    kinds = list(dict.fromkeys(told.event.kind for told in events))
-    numbers = {id(told): number for number, told in enumerate(most_telling(events, MOST_LISTED))}
-    marked = most_telling(events, MOST_MARKED)
+def event_marks(events: Sequence[ReportedEvent], axis: Axis) -> dict[str, Any]:
+    """Return the events as marks in the charts.
+
+    Returns:
+        The kinds, and for each event a row (step, kind, severity, number in the list or -1).
+    """
+    kinds = list(dict.fromkeys(reported.event.kind for reported in events))
+    numbers = {id(reported): number for number, reported in enumerate(most_important(events, MOST_LISTED))}
+    marked = most_important(events, MOST_MARKED)
     rows = [
-        [told.event.step, kinds.index(told.event.kind), told.weight, numbers.get(id(told), -1)]
-        for told in marked
+        [
+            reported.event.step,
+            kinds.index(reported.event.kind),
+            reported.severity_level,
+            numbers.get(id(reported), -1),
+        ]
+        for reported in marked
     ]
     return {"kinds": kinds, "severities": SEVERITIES, "rows": rows}
 
 
-def kind_filters(events: Sequence[Told]) -> str:
-    """A button for each kind, with how many there are."""
-    counts = Counter(told.event.kind for told in events)
+def kind_filters(events: Sequence[ReportedEvent]) -> str:
+    """Return a button for each kind of event, with its count."""
+    counts = Counter(reported.event.kind for reported in events)
     if len(counts) < 2:
         return ""
     buttons = "".join(
@@ -43,14 +52,15 @@ def kind_filters(events: Sequence[Told]) -> str:
     return f'<div class="kinds" role="group" aria-label="Show events of one kind">{buttons}</div>'
 
 
-def event_list(events: Sequence[Told]) -> str:
+def event_list(events: Sequence[ReportedEvent]) -> str:
+    """Return the list of events; each opens to show its diagnosis."""
     if not events:
-        return "<p>No detector has told anything.</p>"
-    listed = most_telling(events, MOST_LISTED)
-    items = "".join(_event(number, told) for number, told in enumerate(listed))
+        return "<p>No detector reported anything.</p>"
+    listed = most_important(events, MOST_LISTED)
+    items = "".join(_event(number, reported) for number, reported in enumerate(listed))
     rest = len(events) - len(listed)
     note = (
-        f"<p>{rest:,} more are marks in the charts; "
+        f"<p>{rest:,} more events are only marks in the charts; "
         "<code>fastclip diagnose LOG --events</code> lists all.</p>"
         if rest
         else ""
@@ -58,9 +68,9 @@ def event_list(events: Sequence[Told]) -> str:
     return f'<ol class="events">{items}</ol>{note}'
 
 
-def _event(number: int, told: Told) -> str:
-    event = told.event
-    ranks = f' <span class="rank">{ranks_told(told.ranks)}</span>' if told.ranks != [0] else ""
+def _event(number: int, reported: ReportedEvent) -> str:
+    event = reported.event
+    ranks = f' <span class="rank">{format_ranks(reported.ranks)}</span>' if reported.ranks != [0] else ""
     return (
         f'<li data-kind="{escape(event.kind)}"><details class="event {event.severity}" id="event-{number}" '
         f'data-step="{event.step}"><summary>'
@@ -68,28 +78,28 @@ def _event(number: int, told: Told) -> str:
         f'<span class="step">step {event.step:,}</span> <b>{escape(event.kind)}</b> '
         f'<span class="severity">{event.severity}</span>{ranks} '
         f'<span class="message">{escape(event.message)}</span>'
-        f"</summary>{_explained(told)}</details></li>"
+        f"</summary>{_details(reported)}</details></li>"
     )
 
 
-def _explained(told: Told) -> str:
+def _details(reported: ReportedEvent) -> str:
     parts = []
-    if len(told.messages) > 1:
-        others = "".join(f"<li>{escape(text)}</li>" for text in told.messages[1:6])
-        parts.append(f"<h4>Other ranks said</h4><ul>{others}</ul>")
-    diagnosis = told.diagnosis
+    if len(reported.messages) > 1:
+        others = "".join(f"<li>{escape(text)}</li>" for text in reported.messages[1:6])
+        parts.append(f"<h4>Other ranks reported</h4><ul>{others}</ul>")
+    diagnosis = reported.diagnosis
     if diagnosis is None:
-        step = told.event.step
-        parts.append(f"<p>Not explained here: <code>fastclip diagnose LOG --step {step}</code> does.</p>")
+        step = reported.event.step
+        parts.append(f"<p>For a diagnosis run <code>fastclip diagnose LOG --step {step}</code>.</p>")
     else:
         if diagnosis.warnings:
             first = diagnosis.warnings[0]
-            ahead = told.event.step - first.step
+            ahead = reported.event.step - first.step
             steps = "1 step" if ahead == 1 else f"{ahead} steps"
             parts.append(f'<p class="warned">The first warning came {steps} before: {escape(str(first))}</p>')
         parts.append("<h4>Where to look first</h4>")
         parts.append(_findings(diagnosis.findings))
-    for summary in told.incidents:
+    for summary in reported.incidents:
         parts.append(
             f"<h4>Incident</h4><p>Saved as {escape(summary.path.name)}, {summary.state}. "
             f"Run the step again:</p><pre><code>{escape(_command(summary))}</code></pre>"
@@ -124,6 +134,7 @@ def _finding(finding: Finding) -> str:
 
 
 def incident_table(incidents: Sequence[IncidentSummary]) -> str:
+    """Return the table of saved incidents with the commands that replay them."""
     rows = "".join(
         f"<tr><td>{summary.step:,}</td><td>{escape(summary.kind)}</td><td>{summary.state}</td>"
         f"<td><code>{escape(_command(summary))}</code></td></tr>"
@@ -131,7 +142,7 @@ def incident_table(incidents: Sequence[IncidentSummary]) -> str:
     )
     return (
         '<section aria-labelledby="incidents"><h2 id="incidents">Incidents</h2>'
-        "<p>Steps that were saved whole and can be run again; module:build is the function that builds the "
+        "<p>Steps that were saved and can be run again; module:build is your function that builds the "
         'training.</p><div class="wide" tabindex="0" role="region" aria-label="Incidents"><table><thead>'
         "<tr><th>step</th><th>kind</th><th>state</th><th>command</th></tr></thead>"
         f"<tbody>{rows}</tbody></table></div></section>"

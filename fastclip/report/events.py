@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Events as the page tells them: each once for all ranks, with its diagnosis and its incident."""
+"""The events of a report: each once for all ranks, with its diagnosis and its incidents."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ..monitor.record import SEVERITIES, Event, Record
 MOST_LISTED = 300
 MOST_DIAGNOSED = 100
 MOST_MARKED = 20_000
-_LATER = 20  # steps
+_LATER = 20  # steps by which an event may follow the incident that was saved for it
 
 
 @dataclass
-class Told:
-    """An event, as one or more ranks have seen it in the same step.
+class ReportedEvent:
+    """An event that one or more ranks reported in the same step.
 
     Attributes:
-        event: the most severe one of them.
-        messages: what they said, each once.
-        diagnosis: where to look first, if it is one of those that were explained.
-        incidents: saved in that step, or shortly before for what became this event.
+        event: the most severe of the ranks' events.
+        ranks: the ranks that reported it.
+        messages: their messages, each once.
+        diagnosis: where to look first; None if this event was not diagnosed.
+        incidents: the incidents saved in that step, or shortly before for what became this event.
     """
 
     event: Event
@@ -36,51 +37,60 @@ class Told:
     incidents: list[IncidentSummary] = field(default_factory=list)
 
     @property
-    def weight(self) -> int:
+    def severity_level(self) -> int:
+        """The severity as a number: 0 info, 1 warning, 2 error."""
         return SEVERITIES.index(self.event.severity)
 
 
-def told_events(
+def collect_events(
     records: Mapping[int, Sequence[Record]], incidents: Sequence[IncidentSummary] = ()
-) -> list[Told]:
-    """In the order of the steps; explained are the first of each kind, the worst, and those with an incident,
-    up to MOST_DIAGNOSED, of which the others are the most severe.
+) -> list[ReportedEvent]:
+    """Return the events of a run in the order of the steps, the most important ones diagnosed.
+
+    At most MOST_DIAGNOSED are: see :func:`most_important`.
     """
-    found: dict[tuple[int, str], Told] = {}
+    found: dict[tuple[int, str], ReportedEvent] = {}
     for its in records.values():
         for record in its:
             for event in record.events:
-                told = found.setdefault((event.step, event.kind), Told(event, [], []))
-                if SEVERITIES.index(event.severity) > told.weight:
-                    told.event = event
-                if event.rank not in told.ranks:
-                    told.ranks.append(event.rank)
-                if event.message not in told.messages:
-                    told.messages.append(event.message)
-    events = sorted(found.values(), key=lambda told: (told.event.step, -told.weight))
+                reported = found.setdefault((event.step, event.kind), ReportedEvent(event, [], []))
+                if SEVERITIES.index(event.severity) > reported.severity_level:
+                    reported.event = event
+                if event.rank not in reported.ranks:
+                    reported.ranks.append(event.rank)
+                if event.message not in reported.messages:
+                    reported.messages.append(event.message)
+    events = sorted(found.values(), key=lambda reported: (reported.event.step, -reported.severity_level))
     for summary in incidents:
-        if (told_of := _event_of(summary, events)) is not None:
-            told_of.incidents.append(summary)
+        if (owner := _event_of(summary, events)) is not None:
+            owner.incidents.append(summary)
     steps = {rank: [record.step for record in its] for rank, its in records.items()}
-    for told in most_telling(events, MOST_DIAGNOSED):
-        told.diagnosis = diagnose(_near(records, steps, told.event.step), told.event)
+    for reported in most_important(events, MOST_DIAGNOSED):
+        reported.diagnosis = diagnose(_near(records, steps, reported.event.step), reported.event)
     return events
 
 
-def _event_of(summary: IncidentSummary, events: Sequence[Told]) -> Told | None:
-    """That of the step, best of the same kind; else the next of its kind: what saves an incident decides by
-    other rules than a detector, and earlier.
+def _event_of(summary: IncidentSummary, events: Sequence[ReportedEvent]) -> ReportedEvent | None:
+    """Return the event of the incident's step, preferably of its kind, else the next of its kind.
+
+    The rules that save an incident are other than a detector's and decide earlier.
     """
     step, kind = summary.step, summary.kind
-    same = [told for told in events if told.event.step == step]
-    later = [told for told in events if told.event.kind == kind and 0 < told.event.step - step <= _LATER]
-    return next((told for told in same if told.event.kind == kind), None) or next(iter(same + later), None)
+    same = [reported for reported in events if reported.event.step == step]
+    later = [
+        reported
+        for reported in events
+        if reported.event.kind == kind and 0 < reported.event.step - step <= _LATER
+    ]
+    return next((reported for reported in same if reported.event.kind == kind), None) or next(
+        iter(same + later), None
+    )
 
 
 def _near(
     records: Mapping[int, Sequence[Record]], steps: Mapping[int, Sequence[int]], step: int
 ) -> dict[int, list[Record]]:
-    """What a diagnosis looks at: the first record of each rank, and those that lead to the event."""
+    """Return what a diagnosis examines: the first record of each rank, and those that lead to the event."""
     near = {}
     for rank, its in records.items():
         first, last = bisect_left(steps[rank], step - LOOKBACK), bisect_right(steps[rank], step)
@@ -88,24 +98,27 @@ def _near(
     return near
 
 
-def most_telling(events: Sequence[Told], count: int) -> list[Told]:
-    """At most `count`, in the order of the steps."""
+def most_important(events: Sequence[ReportedEvent], count: int) -> list[ReportedEvent]:
+    """Return at most `count` events, in the order of the steps.
+
+    The first of each kind and the worst come first, then those with an incident, then the most severe.
+    """
     if len(events) <= count:
         return list(events)
-    firsts = {told.event.kind: told for told in reversed(events)}
-    worst = worst_event((told.event for told in events), least="info")
+    firsts = {reported.event.kind: reported for reported in reversed(events)}
+    worst = worst_event((reported.event for reported in events), least="info")
 
-    def order(numbered: tuple[int, Told]) -> tuple[bool, bool, int, int]:
-        place, told = numbered
-        is_first = firsts[told.event.kind] is told or told.event is worst
-        return (not is_first, not told.incidents, -told.weight, place)
+    def order(numbered: tuple[int, ReportedEvent]) -> tuple[bool, bool, int, int]:
+        place, reported = numbered
+        is_first = firsts[reported.event.kind] is reported or reported.event is worst
+        return (not is_first, not reported.incidents, -reported.severity_level, place)
 
     chosen = sorted(sorted(enumerate(events), key=order)[:count], key=lambda numbered: numbered[0])
-    return [told for _, told in chosen]
+    return [reported for _, reported in chosen]
 
 
-def ranks_told(ranks: Iterable[int]) -> str:
-    """Such as "rank 3" or "ranks 0 to 7, 9"."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as text, such as "rank 3" or "ranks 0 to 7, 9"."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -116,12 +129,11 @@ def ranks_told(ranks: Iterable[int]) -> str:
     return ("rank " if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks ") + ", ".join(parts)
 
 
-def incidents_near(log: Path | None, directory: Path | None) -> list[IncidentSummary]:
-    """The incidents of a directory; where none was named, of the log's own and of one in it called
-    "incidents".
+def find_incidents(log: Path | None, directory: Path | None) -> list[IncidentSummary]:
+    """Return the incidents in a directory, by default in the log's directory and "incidents" in it.
 
     Raises:
-        IncidentError: the directory that was named cannot be read.
+        IncidentError: the given directory cannot be read.
     """
     if directory is not None:
         return list_incidents(directory, verify=False)

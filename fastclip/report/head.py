@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the run was, where it stands, and one sentence on it."""
+"""The head of the page: a verdict on the run, and its most important numbers."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from ..logs import Run, Verdict, verdict_of
 from ..monitor.diagnosis.diagnose import worst_event
 from ..monitor.diagnosis.recommend import recommend
 from ..monitor.record import Record
-from .events import Told, ranks_told
+from .events import ReportedEvent, format_ranks
 from .series import WINDOW
 
-BELT = "Clipping is a seat belt, not a steering wheel."
-_MUCH, _TOO_MUCH = 0.5, 0.9  # of the steps
-_FAR = 1e11  # seconds since 1970; a time beyond is none
+SEAT_BELT = "Clipping is a seat belt, not a steering wheel."
+_MANY, _TOO_MANY = 0.5, 0.9  # shares of clipped steps
+_FAR = 1e11  # seconds since 1970; later times are invalid
 
 
 @dataclass
 class Head:
-    """The top of the page.
+    """The head of the page.
 
     Attributes:
         state: "good", "warning", "error" or "empty".
-        verdict: a sentence or two.
-        suspect: where to look first; empty without an event that was explained.
-        belt: whether clipping does too much of the work, and what to do; empty if not.
-        tiles: (label, value, note) of the numbers that come first.
-        advice: what the recommendation of a max_norm says, a line each.
+        verdict: how the run went, in a sentence or two.
+        suspect: where to look first; empty if no event was diagnosed.
+        clipping_warning: that many or too many steps are clipped, and what to do; empty if not.
+        tiles: (label, value, note) of the most important numbers.
+        advice: the lines of the recommendation of a max_norm.
     """
 
     state: str
     verdict: str
     suspect: str = ""
-    belt: str = ""
+    clipping_warning: str = ""
     tiles: list[tuple[str, str, str]] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
 
 
-def head_of(run: Run, events: Sequence[Told]) -> Head:
+def page_head(run: Run, events: Sequence[ReportedEvent]) -> Head:
+    """Return the head of the page for a run and its events."""
     known = run.records
     if not known:
         return Head("empty", "No step has been logged yet.")
@@ -49,24 +50,24 @@ def head_of(run: Run, events: Sequence[Told]) -> Head:
     proposal = recommend(first)
     head = Head(*_verdict(verdict_of(run), first, events))
     explained = next(
-        (t for t in _by_weight(events) if t.diagnosis is not None and t.diagnosis.findings), None
+        (t for t in _most_severe_first(events) if t.diagnosis is not None and t.diagnosis.findings), None
     )
     if explained is not None and explained.diagnosis is not None:
         finding = explained.diagnosis.findings[0]
         head.suspect = f"Look first at {_AREAS.get(finding.area, finding.area)}: {finding}"
-    head.belt = _belt(first)
+    head.clipping_warning = _clipping_warning(first)
     head.tiles = [
         _steps(known),
         *_loss(first),
         *_clip_share(first),
-        ("Steps left out", f"{first[-1].skipped_steps:,}", _left_out(first)),
+        ("Skipped steps", f"{first[-1].skipped_steps:,}", _skipped(first)),
         _nonfinite(known),
         _events(events),
     ]
     present = "none" if proposal.present is None else f"{proposal.present:g}"
     if proposal.max_norm is not None:
         share = proposal.clipped[proposal.max_norm]
-        note = f"now {present}; it would have clipped {share:.1%} of the last {proposal.steps:,} steps"
+        note = f"now {present}; this one would have clipped {share:.1%} of the last {proposal.steps:,} steps"
         head.tiles.append(("max_norm to try", f"{proposal.max_norm:g}", note))
     elif any(r.total_norm is not None for r in first):
         head.tiles.append(("max_norm", present, "too few steps for a recommendation"))
@@ -83,28 +84,30 @@ _AREAS = {
 }
 
 
-def _by_weight(events: Sequence[Told]) -> list[Told]:
-    return sorted(events, key=lambda told: (-told.weight, told.event.step))
+def _most_severe_first(events: Sequence[ReportedEvent]) -> list[ReportedEvent]:
+    return sorted(events, key=lambda reported: (-reported.severity_level, reported.event.step))
 
 
-def _verdict(verdict: Verdict, records: Sequence[Record], events: Sequence[Told]) -> tuple[str, str]:
+def _verdict(verdict: Verdict, records: Sequence[Record], events: Sequence[ReportedEvent]) -> tuple[str, str]:
     steps = "1 step" if verdict.steps == 1 else f"{verdict.steps:,} steps"
     if not verdict.findings:
         return "good", f"Healthy: no warning in {steps}."
     first = verdict.findings[0]
-    if (worst := worst_event(told.event for told in events)) is not None:
-        # Of several that are as severe, that which a diagnosis explains.
+    if (worst := worst_event(reported.event for reported in events)) is not None:
+        # Among equally severe ones prefer the one that a diagnosis explains.
         alike = (f for f in verdict.findings if f.severity == first.severity)
         first = next((f for f in alike if (f.kind, f.step) == (worst.kind, worst.step)), first)
     exploded = verdict.status == 2
-    begin = "It went wrong at" if exploded else "Look at"
+    begin = "The run failed at" if exploded else "Look at"
     text = f"{begin} step {first.step:,}: {_sentence(first.message)}"
     last = records[-1]
-    quiet = last.step - max((told.event.step for told in events if told.weight > 0), default=first.step)
+    quiet = last.step - max(
+        (reported.event.step for reported in events if reported.severity_level > 0), default=first.step
+    )
     if not last.is_finite:
         text += " The run ends in NaN or Inf."
     elif quiet >= WINDOW:
-        text += f" The last {quiet:,} steps were without a warning."
+        text += f" The last {quiet:,} steps had no warning."
     return "error" if exploded else "warning", text
 
 
@@ -112,21 +115,19 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else text + "."
 
 
-def _belt(records: Sequence[Record]) -> str:
+def _clipping_warning(records: Sequence[Record]) -> str:
     flags = [r.clipped for r in records if r.clipped is not None]
     if len(flags) < WINDOW // 2:
         return ""
-    late, all_of_them = _share(flags[-WINDOW:]), _share(flags)
-    if late >= _TOO_MUCH or all_of_them >= _TOO_MUCH:
-        told = f"{late:.0%} of the last {min(WINDOW, len(flags))} steps were clipped"
-        told = told if late >= _TOO_MUCH else f"{all_of_them:.0%} of all steps were clipped"
+    late, overall = _share(flags[-WINDOW:]), _share(flags)
+    recent = f"{late:.0%} of the last {min(WINDOW, len(flags))} steps"
+    if late >= _TOO_MANY or overall >= _TOO_MANY:
+        steps = recent if late >= _TOO_MANY else f"{overall:.0%} of all steps"
         return (
-            f"The belt does too much work: {told}, so max_norm and not the learning rate sets the size of "
-            f"nearly every step. {BELT} Look at the learning rate, then the data, then the model."
+            f"Too many steps are clipped: {steps} were, so max_norm and not the learning rate sets the size "
+            f"of nearly every step. {SEAT_BELT} Check the learning rate, then the data, then the model."
         )
-    if late >= _MUCH:
-        return f"{late:.0%} of the last {min(WINDOW, len(flags))} steps were clipped: that is much. {BELT}"
-    return ""
+    return f"Many steps are clipped: {recent} were. {SEAT_BELT}" if late >= _MANY else ""
 
 
 def _share(flags: Sequence[bool]) -> float:
@@ -135,7 +136,7 @@ def _share(flags: Sequence[bool]) -> float:
 
 def _steps(records: Mapping[int, Sequence[Record]]) -> tuple[str, str, str]:
     steps = {record.step for its in records.values() for record in its}
-    return "Steps", f"{len(steps):,}", f"{min(steps):,} to {max(steps):,}, {ranks_told(records)}"
+    return "Steps", f"{len(steps):,}", f"{min(steps):,} to {max(steps):,}, {format_ranks(records)}"
 
 
 def _loss(records: Sequence[Record]) -> list[tuple[str, str, str]]:
@@ -143,7 +144,7 @@ def _loss(records: Sequence[Record]) -> list[tuple[str, str, str]]:
     if not losses:
         return []
     finite = [loss for loss in losses if math.isfinite(loss)]
-    lowest = f"lowest {min(finite):.4g}, at first {finite[0]:.4g}" if finite else "never finite"
+    lowest = f"lowest {min(finite):.4g}, first {finite[0]:.4g}" if finite else "never finite"
     return [("Last loss", f"{losses[-1]:.4g}", lowest)]
 
 
@@ -155,10 +156,10 @@ def _clip_share(records: Sequence[Record]) -> list[tuple[str, str, str]]:
     return [("Clipped", f"{_share(flags):.1%}", note)]
 
 
-def _left_out(records: Sequence[Record]) -> str:
+def _skipped(records: Sequence[Record]) -> str:
     last = records[-1]
     if not last.skipped_steps:
-        return "every step was applied" if last.applied is not None else "as far as is known"
+        return "every step was applied" if last.applied is not None else "as far as the log shows"
     steps = [r.step for r in records if r.applied is False]
     at = f"the last at step {steps[-1]:,}" if steps else "before this log"
     return f"{last.overflows:,} by the loss scaler; {at}" if last.overflows else at
@@ -170,18 +171,19 @@ def _nonfinite(records: Mapping[int, Sequence[Record]]) -> tuple[str, str, str]:
     return "Steps with NaN, Inf", f"{len(steps):,}", note
 
 
-def _events(events: Sequence[Told]) -> tuple[str, str, str]:
+def _events(events: Sequence[ReportedEvent]) -> tuple[str, str, str]:
     counts = {
-        name: sum(told.event.severity == name for told in events) for name in ("error", "warning", "info")
+        name: sum(reported.event.severity == name for reported in events)
+        for name in ("error", "warning", "info")
     }
-    told = [
+    parts = [
         f"{count:,} {name}{'s' * (count != 1 and name != 'info')}" for name, count in counts.items() if count
     ]
-    return "Events", f"{len(events):,}", ", ".join(told) or "no detector has told anything"
+    return "Events", f"{len(events):,}", ", ".join(parts) or "no detector reported anything"
 
 
-def when(records: Mapping[int, Sequence[Record]]) -> str:
-    """From when to when, in UTC; empty where the log does not tell."""
+def time_span(records: Mapping[int, Sequence[Record]]) -> str:
+    """Return the first and last time of the records in UTC, or "" if the log has no times."""
     times = [r.time for its in records.values() for r in its if 0 < r.time < _FAR]
     if not times:
         return ""

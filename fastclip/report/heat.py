@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Numbers by parameter or module and step, as the rows and columns of a heat map."""
+"""Heat maps of numbers by parameter or module (rows) and step (columns)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..monitor.record import Record
-from .chart_help import READINGS
-from .encoding import encoded, encoded_places
+from .chart_help import CHART_HELP
+from .encoding import encode_places, encode_values
 from .series import Axis
 
 MOST_ROWS = 120
@@ -20,27 +20,28 @@ _MISSING = -1.0  # norms, ratios and rms are never negative
 
 @dataclass
 class HeatMap:
-    """A number for each row and column; what is not finite counts as larger than all.
+    """A number for each row and column; NaN and Inf count as larger than all.
 
     Attributes:
-        rows: names, in the order of the model as far as it is known.
+        rows: the names, in the order of the model as far as it is known.
         at: the place of each column on the axis of the steps.
-        values: by row.
-        left_out: how many rows there would be more.
+        values: the numbers by row.
+        omitted: how many more rows the log has.
+        steps: the first step of each column.
     """
 
     key: str
     title: str
-    reading: str
+    help_text: str
     rows: list[str]
     at: list[int]
     values: list[list[float]]
     kinds: tuple[str, ...] = ()
-    left_out: int = 0
+    omitted: int = 0
     steps: list[int] = field(default_factory=list)
 
-    def told(self) -> str:
-        """The largest numbers in a sentence, for who does not see the map."""
+    def description(self) -> str:
+        """Return the largest numbers in sentences, for readers who do not see the map."""
         cells = [
             (value, name, step)
             for name, row in zip(self.rows, self.values, strict=True)
@@ -58,21 +59,29 @@ class HeatMap:
         return text
 
     def to_json(self) -> dict[str, Any]:
+        """Return the map as the page's script reads it."""
         flat = [value for row in self.values for value in row]
-        return {"key": self.key, "rows": self.rows, "at": encoded_places(self.at), "values": encoded(flat)}
+        return {
+            "key": self.key,
+            "rows": self.rows,
+            "at": encode_places(self.at),
+            "values": encode_values(flat),
+        }
 
 
 def all_heat_maps(records: Sequence[Record], axis: Axis) -> list[HeatMap]:
-    """Of one rank: gradient norms, update ratios and activations, as far as they were measured."""
+    """Return the maps of one rank's gradient norms, update ratios and activations that were measured."""
     maps = [_gradients(records, axis)]
     ratios = {r.step: r.update_ratio for r in records if r.update_ratio and r.applied is not False}
     maps.append(
-        _heat_map("ratios", "Update ratio by parameter", READINGS["ratios"], ratios, axis, ("update_ratio",))
+        _heat_map(
+            "ratios", "Update ratio by parameter", CHART_HELP["ratios"], ratios, axis, ("update_ratio",)
+        )
     )
     rms = {r.step: {name: _rms(its) for name, its in r.activations.items()} for r in records if r.activations}
     maps.append(
         _heat_map(
-            "activations", "Activations by module", READINGS["activations"], rms, axis, ("activations",)
+            "activations", "Activations by module", CHART_HELP["activations"], rms, axis, ("activations",)
         )
     )
     return [found for found in maps if found is not None]
@@ -85,16 +94,16 @@ def _rms(statistics: Mapping[str, float]) -> float:
 def _gradients(records: Sequence[Record], axis: Axis) -> HeatMap | None:
     kinds = ("norm_growth", "norm_spike", "norm_drift", "nonfinite")
     columns = {r.step: _named(r) for r in records if r.tensor_norms or r.worst}
-    # First those of all gradients, which come in the order of the optimizer.
+    # Records with the norms of all gradients come first: they have the order of the optimizer.
     order = [name for r in records if r.tensor_norms for name in columns[r.step]]
-    reading = READINGS["gradients"]
-    return _heat_map("gradients", "Gradient norm by parameter", reading, columns, axis, kinds, order)
+    help_text = CHART_HELP["gradients"]
+    return _heat_map("gradients", "Gradient norm by parameter", help_text, columns, axis, kinds, order)
 
 
 def _named(record: Record) -> dict[str, float]:
     names = record.tensor_names or [f"gradient {i}" for i in range(len(record.tensor_norms))]
     norms = dict(zip(names, record.tensor_norms, strict=False))
-    return norms | {str(told.get("name")): _norm(told) for told in record.worst}
+    return norms | {str(worst.get("name")): _norm(worst) for worst in record.worst}
 
 
 def _norm(worst: Mapping[str, Any]) -> float:
@@ -106,7 +115,7 @@ def _norm(worst: Mapping[str, Any]) -> float:
 def _heat_map(
     key: str,
     title: str,
-    reading: str,
+    help_text: str,
     columns: Mapping[int, Mapping[str, float]],
     axis: Axis,
     kinds: tuple[str, ...],
@@ -116,7 +125,7 @@ def _heat_map(
     if not names:
         return None
     steps = sorted(columns)
-    # Several steps share a column where there are too many: the largest of each row stays.
+    # If there are too many steps, several share a column, which shows the largest number of each row.
     size = math.ceil(len(steps) / MOST_COLUMNS)
     groups = [steps[i : i + size] for i in range(0, len(steps), size)]
     table = {name: [_largest(columns, group, name) for group in groups] for name in names}
@@ -125,7 +134,7 @@ def _heat_map(
     rows = [name for name in names if name in chosen]
     firsts = [group[0] for group in groups]
     at, values = [axis.place(step) for step in firsts], [table[name] for name in rows]
-    return HeatMap(key, title, reading, rows, at, values, kinds, len(names) - len(rows), firsts)
+    return HeatMap(key, title, help_text, rows, at, values, kinds, len(names) - len(rows), firsts)
 
 
 def _largest(columns: Mapping[int, Mapping[str, float]], steps: Sequence[int], name: str) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The page: what Python knows as HTML, and its numbers and assets in it, so that it needs nothing else."""
+"""Rendering of the page: HTML with all numbers, scripts and styles in it, so that it is self-contained."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from string import Template
 from typing import Any
 
 from .charts import Chart
-from .encoding import BUDGET, encoded_places, encoded_series, script_json
-from .event_list import SHAPES, event_list, incident_table, kind_filters, mark_rows
-from .events import IncidentSummary, Told
+from .encoding import BUDGET, encode_places, encode_series, script_json
+from .event_list import SHAPES, event_list, event_marks, incident_table, kind_filters
+from .events import IncidentSummary, ReportedEvent
 from .head import Head
 from .heat import HeatMap
 from .series import Axis
@@ -37,29 +37,29 @@ SCRIPTS = (
 _PAGE = files(__package__) / "assets"
 
 
-def page_of(
+def render_page(
     title: str,
     about: Sequence[tuple[str, str]],
     head: Head,
     axis: Axis,
     charts: Sequence[Chart],
     maps: Sequence[HeatMap],
-    events: Sequence[Told],
+    events: Sequence[ReportedEvent],
     incidents: Sequence[IncidentSummary],
 ) -> str:
-    """One HTML document.
+    """Return the HTML document.
 
     Args:
-        title: what the run is called.
-        about: (label, text) of what is known of it.
-        head: see there.
-        axis: of all charts.
-        charts, maps, events, incidents: in the order in which they are shown.
+        title: the name of the run.
+        about: (label, text) of general information on the run.
+        head: the head of the page.
+        axis: the axis of the steps that all charts share.
+        charts, maps, events, incidents: what to show, in this order.
     """
     styles = [_asset(f"vendor/{UPLOT}.min.css"), _asset("report.css")]
     scripts = [_asset(f"vendor/{UPLOT}.min.js"), *(_asset(f"scripts/{name}.js") for name in SCRIPTS)]
     has_steps = len(axis) > 0
-    data = _data(axis, charts, maps, events) if has_steps else {}
+    data = page_data(axis, charts, maps, events) if has_steps else {}
     return Template(_asset("page.html")).substitute(
         policy=_policy(scripts if has_steps else [], styles),
         title=escape(title),
@@ -84,7 +84,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """Nothing may be loaded from anywhere, and only what stands in the page by its hash may run."""
+    """Return the content security policy: nothing may be loaded, and only the page's own scripts may run."""
 
     def hashes(texts: Sequence[str]) -> str:
         digests = (hashlib.sha256(text.encode()).digest() for text in texts)
@@ -96,29 +96,30 @@ def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
     )
 
 
-def _data(
-    axis: Axis, charts: Sequence[Chart], maps: Sequence[HeatMap], events: Sequence[Told]
+def page_data(
+    axis: Axis, charts: Sequence[Chart], maps: Sequence[HeatMap], events: Sequence[ReportedEvent]
 ) -> dict[str, Any]:
-    # Each line has the same part of the page, and those that are short leave theirs to the others.
+    """Return the numbers of the page as JSON values, lines thinned to fit BUDGET."""
+    # Every line gets the same share of the budget; short ones leave the rest of theirs to the others.
     lengths = sorted(len(series.at) for chart in charts for series in chart.series)
     budget, left = 0, BUDGET
     for place, length in enumerate(lengths):
         budget = left // (len(lengths) - place)
         left -= min(length, budget)
     return {
-        "steps": encoded_places(axis.steps),
+        "steps": encode_places(axis.steps),
         "charts": [
             {
                 "key": chart.key,
                 "scale": chart.scale,
                 "kinds": chart.kinds,
                 "lines": chart.lines,
-                "series": [encoded_series(series, budget) for series in chart.series],
+                "series": [encode_series(series, budget) for series in chart.series],
             }
             for chart in charts
         ],
         "heats": [{**found.to_json(), "kinds": found.kinds} for found in maps],
-        "events": mark_rows(events, axis),
+        "events": event_marks(events, axis),
     }
 
 
@@ -130,8 +131,8 @@ def _head(head: Head, about: Sequence[tuple[str, str]]) -> str:
     ]
     if head.suspect:
         parts.append(f'<p class="suspect">{escape(head.suspect)}</p>')
-    if head.belt:
-        parts.append(f'<p class="belt">{escape(head.belt)}</p>')
+    if head.clipping_warning:
+        parts.append(f'<p class="clipping">{escape(head.clipping_warning)}</p>')
     parts.append("</section>")
     if head.tiles:
         tiles = "".join(
@@ -148,8 +149,8 @@ def _head(head: Head, about: Sequence[tuple[str, str]]) -> str:
     return "\n".join(parts)
 
 
-def _timeline(events: Sequence[Told], axis: Axis) -> str:
-    kinds = dict.fromkeys(told.event.kind for told in events)
+def _timeline(events: Sequence[ReportedEvent], axis: Axis) -> str:
+    kinds = dict.fromkeys(reported.event.kind for reported in events)
     label = f"Events by step: {len(events)} of {len(kinds)} kinds, listed below: {', '.join(kinds)}."
     return (
         '<figure class="chart" id="chart-timeline"><figcaption><h3>Events</h3></figcaption>'
@@ -164,17 +165,17 @@ def _figure(chart: Chart, axis: Axis) -> str:
     return (
         f'<figure class="chart" id="chart-{chart.key}"><figcaption><h3>{escape(chart.title)}{unit}</h3>'
         f'{toggle}<div class="legend"></div></figcaption>'
-        f'<div class="plot" role="img" tabindex="0" aria-label="{escape(chart.told(axis))}"></div>'
-        f'<p class="reading">{escape(chart.reading)}</p></figure>'
+        f'<div class="plot" role="img" tabindex="0" aria-label="{escape(chart.description(axis))}"></div>'
+        f'<p class="help">{escape(chart.help_text)}</p></figure>'
     )
 
 
-def _heat_figure(found: HeatMap, events: Sequence[Told], axis: Axis) -> str:
-    more = f" The {len(found.rows)} rows with the largest numbers; {found.left_out:,} more are left out."
-    reading = found.reading + (more if found.left_out else "")
+def _heat_figure(found: HeatMap, events: Sequence[ReportedEvent], axis: Axis) -> str:
+    more = f" Only the {len(found.rows)} rows with the largest numbers are shown; {found.omitted:,} are not."
+    help_text = found.help_text + (more if found.omitted else "")
     return (
         f'<figure class="chart heat" id="chart-{found.key}"><figcaption><h3>{escape(found.title)}</h3>'
         '<div class="legend"></div></figcaption>'
-        f'<div class="plot" role="img" tabindex="0" aria-label="{escape(found.told())}"></div>'
-        f'<p class="reading">{escape(reading)}</p></figure>'
+        f'<div class="plot" role="img" tabindex="0" aria-label="{escape(found.description())}"></div>'
+        f'<p class="help">{escape(help_text)}</p></figure>'
     )

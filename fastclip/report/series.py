@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Numbers over the steps: trailing statistics, gaps, and fewer of them without losing a spike."""
+"""Series of numbers over the steps: trailing statistics, gaps, and thinning that keeps every spike."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..monitor.detectors.trailing_window import TrailingWindow, quantile
 
-WINDOW = 200  # steps of the trailing statistics, as of the event clip_share
-MINIMUM = 20  # steps before there is one
+WINDOW = 200  # steps of the trailing statistics, the same as those of the event clip_share
+MINIMUM = 20  # fewer steps have no trailing statistics
 
 
 @dataclass
@@ -21,12 +20,12 @@ class Series:
     """Numbers at some of the steps.
 
     Attributes:
-        label: what it is called in the chart.
-        at: places on the axis of the steps, rising.
-        values: one for each place; NaN and Inf are values, what was not measured has no place.
-        breaks: places of the first value after each gap.
+        label: its name in the chart.
+        at: places on the axis of the steps, in ascending order.
+        values: one for each place, NaN and Inf included; steps without a measurement have no place.
+        breaks: the place of the first value after each gap.
         role: how it is drawn: "main", "faint" behind it, "limit", "guide", or "rank".
-        shown: whether it is drawn before anybody asks for it.
+        shown: whether it is drawn at first; a click on its name in the legend changes that.
     """
 
     label: str
@@ -40,11 +39,12 @@ class Series:
         return bool(self.at)
 
     def finite(self) -> list[float]:
+        """Return the values that are neither NaN nor Inf."""
         return [value for value in self.values if math.isfinite(value)]
 
 
 class Axis:
-    """The steps of all ranks, with one more after each gap that all of them have, which stays empty."""
+    """The steps of all ranks, plus an empty place after each gap that all of them have."""
 
     def __init__(self, steps: Iterable[int]) -> None:
         known = sorted(set(steps))
@@ -61,17 +61,13 @@ class Axis:
         return len(self.steps)
 
     def place(self, step: int) -> int:
-        """Of a step that was given."""
+        """Return the place of one of the steps."""
         return step - self.steps[0] if self._is_plain else self._places[step]
-
-    def nearest(self, step: int) -> int:
-        """Of the first step that is not before this one, else of the last."""
-        return min(bisect_left(self.steps, step), len(self.steps) - 1)
 
     def series(
         self, label: str, numbers: Iterable[tuple[int, float | None]], role: str = "main", shown: bool = True
     ) -> Series:
-        """From (step, number) in the order of the steps; None where it was not measured."""
+        """Return a series of (step, number) pairs in the order of the steps; numbers may be None."""
         steps: list[int] = []
         values: list[float] = []
         for step, number in numbers:
@@ -86,8 +82,10 @@ class Axis:
 
 
 def gap_limit(steps: Sequence[int]) -> float:
-    """How far apart two steps may be without a gap between them: twice as far as nine of ten are, since what
-    is measured every few steps is measured more often at first.
+    """Return how far apart two steps may be without a gap between them.
+
+    It is twice the 90th percentile of the distances, since what is measured every few steps is measured more
+    often at first.
     """
     apart = sorted(b - a for a, b in itertools.pairwise(steps))
     return 2 * quantile(apart, 0.9) if apart else math.inf
@@ -96,7 +94,7 @@ def gap_limit(steps: Sequence[int]) -> float:
 def trailing_quantiles(
     series: Series, shares: dict[str, float], size: int = WINDOW, minimum: int = MINIMUM
 ) -> list[Series]:
-    """Of the last `size` finite values at each place, by linear interpolation: a series for each label."""
+    """Return a series for each label: a quantile of the last `size` finite values, linearly interpolated."""
     window = TrailingWindow(size)
     found = [Series(label, [], [], series.breaks, "guide") for label in shares]
     for place, value in zip(series.at, series.values, strict=True):
@@ -109,7 +107,7 @@ def trailing_quantiles(
 
 
 def trailing_share(series: Series, label: str, size: int = WINDOW, minimum: int = MINIMUM) -> Series:
-    """The mean of the last `size` values of 0 and 1."""
+    """Return the mean of the last `size` values, which are 0 or 1."""
     last: deque[float] = deque()
     found, total = Series(label, [], [], series.breaks), 0.0
     for place, value in zip(series.at, series.values, strict=True):
@@ -124,7 +122,7 @@ def trailing_share(series: Series, label: str, size: int = WINDOW, minimum: int 
 
 
 def without_repeats(series: Series) -> Series:
-    """Without the inner ones of equal values in a row: the line is the same."""
+    """Remove the inner values of runs of equal values, which does not change the line."""
     values, last = series.values, len(series.values) - 1
     edges = set(series.breaks)
     kept = [
@@ -135,12 +133,13 @@ def without_repeats(series: Series) -> Series:
         or series.at[i] in edges
         or series.at[i + 1] in edges
     ]
-    return _only(series, kept)
+    return _subset(series, kept)
 
 
 def thinned(series: Series, budget: int) -> Series:
-    """At most about `budget` values: of so many in a row the first, the lowest, the highest, the last, and
-    the first of each kind that is not finite.
+    """Return a series of about `budget` values at most, with every spike.
+
+    Of each block the first, lowest, highest and last value are kept, and the first NaN, Inf and -Inf.
     """
     count = len(series.values)
     if count <= budget:
@@ -157,9 +156,9 @@ def thinned(series: Series, budget: int) -> Series:
         if len(finite) < len(its):
             kinds = {repr(series.values[i]): i for i in reversed(its) if not math.isfinite(series.values[i])}
             kept.update(kinds.values())
-    return _only(series, sorted(kept))
+    return _subset(series, sorted(kept))
 
 
-def _only(series: Series, kept: Sequence[int]) -> Series:
+def _subset(series: Series, kept: Sequence[int]) -> Series:
     at, values = [series.at[i] for i in kept], [series.values[i] for i in kept]
     return Series(series.label, at, values, series.breaks, series.role, series.shown)

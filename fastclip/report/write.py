@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From records to the file."""
+"""Writing of the report: from a log or records to the file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..logs import Run, read_run
 from ..logs.reader import no_garbage_collection
 from ..monitor.record import Record
 from .charts import all_charts
-from .events import incidents_near, ranks_told, told_events
-from .head import head_of, when
+from .events import collect_events, find_incidents, format_ranks
+from .head import page_head, time_span
 from .heat import all_heat_maps
-from .page import page_of
+from .page import render_page
 from .series import Axis
 
 Source = str | os.PathLike[str] | Run | Mapping[int, Sequence[Record]]
@@ -29,18 +29,18 @@ def write_report(
     log: str | os.PathLike[str] | None = None,
     incidents: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a run as one HTML page that needs nothing else: no network, no other file.
+    """Write a run as one self-contained HTML page: it needs no network and no other file.
 
-    A file that is there is replaced, when the new one is complete.
+    An existing file is replaced once the new one is complete.
 
     Args:
-        run: the path of a log, see :func:`fastclip.logs.read_run`; what that returns; or records by
-            rank, in the order of the steps, such as ``{0: monitor.records}``. A run without a step has a
-            page that says so.
+        run: the path of a log, see :func:`fastclip.logs.read_run`; the run that it returns; or records by
+            rank, in the order of the steps, such as ``{0: monitor.records}``. The page of a run without a
+            step says so.
         output: the file to write.
-        log: where a run or records come from, as the page is to tell; a directory is also looked through for
-            incidents. A path given as `run` is this path.
-        incidents: directory of the run's incidents; None for those in the log.
+        log: where the run or the records come from; it is shown on the page, and a directory is searched for
+            incidents. If `run` is a path, `log` is that path.
+        incidents: the directory of the run's incidents; by default those in the log's directory.
 
     Returns:
         The path of the file.
@@ -48,10 +48,10 @@ def write_report(
     Raises:
         LogError: the log cannot be read.
         ValueError: `incidents` cannot be read.
-        ImportError: the log is TensorBoard's, and tensorboard is not installed.
-        OSError: the file cannot be written; what was there before is still there.
+        ImportError: the log consists of event files, and tensorboard is not installed.
+        OSError: the file cannot be written; an existing file is left as it was.
     """
-    return write_whole(Path(output), report_html(run, log=log, incidents=incidents))
+    return write_atomically(Path(output), report_html(run, log=log, incidents=incidents))
 
 
 def report_html(
@@ -60,7 +60,7 @@ def report_html(
     log: str | os.PathLike[str] | None = None,
     incidents: str | os.PathLike[str] | None = None,
 ) -> str:
-    """The page as text: see :func:`write_report`."""
+    """Return the page as text; see :func:`write_report`."""
     if isinstance(run, (str, os.PathLike)):
         log = run
         run = read_run(run)
@@ -74,48 +74,48 @@ def _page(run: Run, log: str | os.PathLike[str] | None, incidents: str | os.Path
     known = {rank: its for rank, its in sorted(run.records.items()) if its}
     run = replace(run, records=known)
     place = None if log is None else Path(log)
-    saved = incidents_near(place, None if incidents is None else Path(incidents))
-    events = told_events(known, saved)
+    saved = find_incidents(place, None if incidents is None else Path(incidents))
+    events = collect_events(known, saved)
     axis = Axis(record.step for its in known.values() for record in its)
     charts = all_charts(known, axis) if known else []
     maps = all_heat_maps(known[min(known)], axis) if known else []
     title = place.resolve().name if place is not None else "Training"
-    return page_of(title, _about(run, log), head_of(run, events), axis, charts, maps, events, saved)
+    return render_page(title, _about(run, log), page_head(run, events), axis, charts, maps, events, saved)
 
 
 def _about(run: Run, log: str | os.PathLike[str] | None) -> list[tuple[str, str]]:
-    """(label, text) of what is known of the run, without its numbers."""
+    """Return (label, text) of general information on the run."""
     header = next(iter(run.headers.values()), {})
     columns = header.get("columns")
     read_as = "" if not isinstance(columns, dict) else ", ".join(f"{k} from {v}" for k, v in columns.items())
-    judged = "found in the log afterwards, by the default detectors" if run.inferred else ""
+    events = "inferred from the log by the default detectors" if run.inferred else ""
     about = [
         ("Log", "" if log is None else str(log)),
-        ("Kind", run.source),
+        ("Format", run.source),
         ("torch", str(header.get("torch", ""))),
-        ("Ranks", ranks_told(run.records) if run.records else ""),
-        ("Time", when(run.records)),
+        ("Ranks", format_ranks(run.records) if run.records else ""),
+        ("Time", time_span(run.records)),
         ("Columns", read_as),
-        ("Events", judged),
+        ("Events", events),
         *(("Note", text) for text in run.warnings),
     ]
     return [(label, text) for label, text in about if text]
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write a file as a whole or not at all.
+def write_atomically(path: Path, text: str) -> Path:
+    """Write a file completely or not at all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    if path.exists() and not path.is_file():  # a pipe or a device is not replaced; a directory raises
+    if path.exists() and not path.is_file():  # a pipe or a device is written to; a directory raises
         path.write_text(text, encoding="utf-8")
         return path
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with open(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
-        # As any new file, not for its owner alone as a temporary one.
+        # The permissions of a new file; a temporary one is for its owner only.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A headless Chromium for pages that must work without a network."""
+"""A headless Chromium for tests of pages that must work without a network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _FLAGS = (
 
 
 def require_browser() -> tuple[str, str]:
-    """The paths of chromium and chromedriver. Skips where one is missing, or fails if one has to be there."""
+    """Return the paths of chromium and chromedriver.
+
+    If one is missing, skip the test, or fail it if FASTCLIP_TEST_BROWSER=1.
+    """
     found = {
         "chromium": shutil.which("chromium") or shutil.which("google-chrome"),
         "chromedriver": shutil.which("chromedriver"),
@@ -45,7 +48,7 @@ class Page:
     """One open page.
 
     Attributes:
-        driver: selenium's, for all that is not here.
+        driver: selenium's driver, for everything else.
     """
 
     def __init__(self, driver: Any) -> None:
@@ -54,7 +57,7 @@ class Page:
     def open(
         self, path: Path, width: int = 1280, height: int = 900, touch: bool = False, dark: bool = False
     ) -> None:
-        """Load a file in a window of that size. What was logged before is forgotten."""
+        """Load a file in a window of that size, and clear the logs of the page before."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": touch})
@@ -66,7 +69,7 @@ class Page:
         self.settle()
 
     def prefer(self, dark: bool) -> None:
-        """What the reader's system prefers; motion is reduced, so that nothing moves while a test looks."""
+        """Set the system's preferred theme, and reduced motion, so that nothing moves during a test."""
         features = [
             {"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
             {"name": "prefers-reduced-motion", "value": "reduce"},
@@ -74,19 +77,22 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def settle(self) -> None:
-        """Wait until what was asked for has been drawn: two frames."""
+        """Wait for two frames, after which pending changes have been drawn."""
         self.driver.execute_async_script(
             "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
         )
 
     def run(self, script: str, *arguments: Any) -> Any:
+        """Run a script in the page and return its value."""
         return self.driver.execute_script(script, *arguments)
 
     def mouse(self, kind: str, x: float, y: float, **fields: Any) -> None:
+        """Send a mouse event such as "mouseMoved"."""
         event = {"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1, **fields}
         self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Drag the mouse from one place to another."""
         self.mouse("mouseMoved", *start, button="none")
         self.mouse("mousePressed", *start)
         for share in (0.5, 1.0):
@@ -96,6 +102,7 @@ class Page:
         self.settle()
 
     def click(self, x: float, y: float, count: int = 1) -> None:
+        """Click `count` times at a place."""
         self.mouse("mouseMoved", x, y, button="none")
         for number in range(1, count + 1):
             self.mouse("mousePressed", x, y, clickCount=number)
@@ -103,7 +110,7 @@ class Page:
         self.settle()
 
     def touch(self, *places: tuple[float, float]) -> None:
-        """One finger along the places."""
+        """Move one finger along the places."""
         for kind, place in zip(("touchStart", *["touchMove"] * (len(places) - 1)), places, strict=True):
             points = [{"x": place[0], "y": place[1]}]
             self.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
@@ -111,11 +118,11 @@ class Page:
         self.settle()
 
     def messages(self) -> list[str]:
-        """Errors and warnings of the console since the page was opened or this was called."""
+        """Return the console's errors and warnings since the page was opened or the last call."""
         return [f"{entry['level']}: {entry['message']}" for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """The addresses that the page has asked for, those inside it left out."""
+        """Return the URLs that the page has requested, except data URLs."""
         found = []
         for entry in self.driver.get_log("performance"):
             message = json.loads(entry["message"])["message"]
@@ -124,12 +131,13 @@ class Page:
         return [url for url in found if not url.startswith("data:")]
 
     def screenshot(self, path: Path) -> None:
+        """Write a PNG image of the window."""
         path.write_bytes(self.driver.get_screenshot_as_png())
 
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """A browser with a fresh profile in that directory."""
+    """Start a browser with a fresh profile in a directory, and yield its page."""
     chromium, chromedriver = require_browser()
     from selenium import webdriver
 

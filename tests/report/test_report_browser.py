@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The report as a reader meets it: drawn, zoomed, opened by mouse, finger and keyboard, in a real browser."""
+"""The report in a real browser: drawing, zooming, mouse, touch, keyboard and themes."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ return [box.left + left, box.top, view.width(document.querySelector(arguments[0]
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Of a training that really fails; of eight ranks, one with a spike and a gap; of none."""
+    """Write pages of a training that fails, of eight ranks with a spike and a gap, and of an empty run."""
     directory = tmp_path_factory.mktemp("pages")
     outcome = classifier(nan_at=40)
     write_report({0: list(outcome.monitor.records)}, directory / "failing.html", log=directory / "failing")
@@ -78,13 +78,13 @@ def ranks(window, pages):
 
 @pytest.fixture(autouse=True)
 def no_complaints(window):
-    """Neither an error nor a warning in any test, and no request but for the file itself."""
+    """Check after each test that there was no error, no warning, and no request except for the file."""
     yield
     assert window.messages() == []
     assert [url for url in window.requests() if not url.startswith(("file://", "about:"))] == []
 
 
-def test_every_chart_is_drawn(window, pages):
+def test_page_draws_every_chart(window, pages):
     for name, count in (("failing", 12), ("ranks", 5)):
         window.open(pages / f"{name}.html")
         parts = window.run("return view.parts.length")
@@ -95,7 +95,7 @@ def test_every_chart_is_drawn(window, pages):
         assert len(window.requests()) == 1 or all("html" in url for url in window.requests())
 
 
-def test_the_page_asks_for_nothing_and_could_not(failing):
+def test_page_requests_nothing_and_is_prevented_from_it(failing):
     blocked = failing.driver.execute_async_script(
         "const done = arguments[0]; const found = [];"
         "document.addEventListener('securitypolicyviolation', (e) => found.push(e.effectiveDirective));"
@@ -106,11 +106,11 @@ def test_the_page_asks_for_nothing_and_could_not(failing):
         ".catch(() => setTimeout(() => done([found.sort(), window.ran ?? null]), 50));"
     )
     assert blocked == [["connect-src", "img-src", "script-src-elem"], None]
-    assert failing.messages(), "the browser tells what it has blocked"
+    assert failing.messages(), "the browser reports what it has blocked"
     assert failing.requests() == [] or all(url.startswith("file:") for url in failing.requests())
 
 
-def test_a_click_opens_the_diagnosis_of_an_event(failing):
+def test_event_list_opens_a_diagnosis_on_click(failing):
     details = failing.driver.find_element("css selector", "details.event")
     assert not details.get_attribute("open")
     text = "return document.querySelector('details.event .diagnosis').innerText"
@@ -119,7 +119,7 @@ def test_a_click_opens_the_diagnosis_of_an_event(failing):
     assert "Where to look first" in failing.run(text) and "samples 1280" in failing.run(text)
 
 
-def test_the_keyboard_reaches_and_opens_an_event(failing):
+def test_event_list_opens_a_diagnosis_by_keyboard(failing):
     from selenium.webdriver import ActionChains, Keys
 
     failing.run("document.getElementById('events').focus()")
@@ -132,7 +132,7 @@ def test_the_keyboard_reaches_and_opens_an_event(failing):
 
 
 @pytest.mark.parametrize("chart", ["timeline", "norm", "gradients"])
-def test_a_click_on_a_mark_opens_its_event(failing, chart):
+def test_mark_opens_its_event_on_click(failing, chart):
     failing.run(f"document.querySelector('#chart-{chart}').scrollIntoView({{block: 'center'}})")
     failing.settle()
     _, top, _, _ = failing.run(BOX, f"#chart-{chart}")
@@ -150,7 +150,7 @@ def test_a_click_on_a_mark_opens_its_event(failing, chart):
     assert failing.run("return document.activeElement.closest('details').open")
 
 
-def test_enter_in_a_chart_opens_the_event_at_the_cursor(failing):
+def test_chart_opens_the_event_at_the_cursor_on_enter(failing):
     from selenium.webdriver import ActionChains, Keys
 
     failing.run("document.querySelector('#chart-norm .plot').focus(); view.setCursor(38)")
@@ -159,7 +159,7 @@ def test_enter_in_a_chart_opens_the_event_at_the_cursor(failing):
     assert failing.run("return document.querySelector('details.event[open]').dataset.step") == "40"
 
 
-def test_events_of_one_kind_are_shown(failing):
+def test_event_list_filters_by_kind(failing):
     shown = (
         "return [...document.querySelectorAll('.events > li')]"
         ".filter(e => !e.hidden).map(e => e.dataset.kind)"
@@ -177,7 +177,7 @@ def drag(page, chart, begin, end):
     page.drag((left + begin * width, top + height / 2), (left + end * width, top + height / 2))
 
 
-def test_dragging_zooms_all_charts_and_a_double_click_shows_all(ranks):
+def test_charts_zoom_on_drag_and_reset_on_double_click(ranks):
     ranks.run("view.drawAll()")
     whole = ranks.run(RANGES)
     assert len(whole) >= 5 and whole.count(whole[0]) == len(whole)
@@ -193,7 +193,7 @@ def test_dragging_zooms_all_charts_and_a_double_click_shows_all(ranks):
     assert ranks.run(RANGES) == whole
 
 
-def test_buttons_and_keys_zoom_move_and_reset(ranks):
+def test_charts_zoom_move_and_reset_by_buttons_and_keys(ranks):
     from selenium.webdriver import ActionChains, Keys
 
     whole = ranks.run(RANGES)[0]
@@ -219,7 +219,7 @@ def test_buttons_and_keys_zoom_move_and_reset(ranks):
     assert ranks.run(RANGES)[0] == whole
 
 
-def test_a_finger_zooms_and_still_scrolls(window, pages):
+def test_charts_zoom_by_touch_and_still_scroll(window, pages):
     window.open(pages / "ranks.html", 390, 844, touch=True)
     window.run("document.querySelector('#chart-loss').scrollIntoView({block: 'center'})")
     window.settle()
@@ -231,7 +231,7 @@ def test_a_finger_zooms_and_still_scrolls(window, pages):
     assert window.run("return getComputedStyle(document.querySelector('.plot')).touchAction") == "pan-y"
 
 
-def test_no_spike_is_lost_when_thousands_of_steps_share_the_pixels(ranks):
+def test_chart_draws_every_spike_of_thousands_of_steps(ranks):
     shown = (
         "const part = view.parts.find(p => p.spec && p.spec.key === 'norm');"
         "view.set(arguments[0], arguments[1]);"
@@ -245,7 +245,7 @@ def test_no_spike_is_lost_when_thousands_of_steps_share_the_pixels(ranks):
     assert ranks.run(shown, 0, 1000)[1] < 0.7
 
 
-def test_what_is_drawn_of_a_column_is_what_is_in_it(ranks):
+def test_chart_draws_the_extremes_of_each_pixel_column(ranks):
     """Against numpy: random series with gaps and values that are not finite, on few and many pixels."""
     rng = np.random.default_rng(0)
     for count, columns, is_log in itertools.product((50, 3000), (40, 300), (False, True)):
@@ -283,7 +283,7 @@ def test_what_is_drawn_of_a_column_is_what_is_in_it(ranks):
             assert (shown[0], min(shown), max(shown), shown[-1]) == (its[0], its.min(), its.max(), its[-1])
 
 
-def test_a_gap_interrupts_the_line(ranks):
+def test_chart_interrupts_the_line_at_a_gap(ranks):
     line = ranks.run(
         "const part = view.parts.find(p => p.spec && p.spec.key === 'loss');"
         "view.set(900, 1600); view.draw(part);"
@@ -294,7 +294,7 @@ def test_a_gap_interrupts_the_line(ranks):
     assert all(isinstance(values[step], float) for step in (*range(950, 1000), *range(1500, 1590)))
 
 
-def test_the_cursor_is_at_the_same_step_in_all_charts(ranks):
+def test_charts_share_the_cursor(ranks):
     left, top, width, height = ranks.run(BOX, "#chart-loss")
     ranks.mouse("mouseMoved", left + width / 2, top + height / 2, button="none")
     ranks.settle()
@@ -312,7 +312,7 @@ def test_the_cursor_is_at_the_same_step_in_all_charts(ranks):
     assert float(value) == pytest.approx(expected, abs=2e-3)
 
 
-def test_eight_ranks_can_be_shown_and_hidden(ranks):
+def test_legend_shows_and_hides_ranks(ranks):
     legend = ranks.driver.find_elements("css selector", "#chart-loss .legend button")
     names = [button.find_element("tag name", "span").text for button in legend]
     assert names == [f"rank {r}" for r in range(8)]
@@ -331,7 +331,7 @@ def test_eight_ranks_can_be_shown_and_hidden(ranks):
     assert len(set(strokes)) == 8
 
 
-def test_an_axis_is_linear_or_logarithmic(ranks):
+def test_chart_axis_switches_between_linear_and_logarithmic(ranks):
     button = ranks.driver.find_element("css selector", "#chart-loss button.scale")
     distr = "return view.parts.find(p => p.spec && p.spec.key === 'loss').plot.scales.y.distr"
     assert ranks.run(distr) == 1 and button.get_attribute("aria-pressed") == "false"
@@ -339,7 +339,7 @@ def test_an_axis_is_linear_or_logarithmic(ranks):
     assert ranks.run(distr) == 3 and button.get_attribute("aria-pressed") == "true"
 
 
-def test_a_phone_needs_no_scrolling_sideways(window, pages):
+def test_page_fits_the_width_of_a_phone(window, pages):
     for name in ("failing", "ranks", "empty"):
         window.open(pages / f"{name}.html", 390, 844, touch=True)
         window.run(
@@ -350,7 +350,7 @@ def test_a_phone_needs_no_scrolling_sideways(window, pages):
         assert window.run("return document.documentElement.scrollWidth") == 390, name
 
 
-def test_a_resized_window_has_charts_of_its_width(ranks):
+def test_charts_follow_the_width_of_the_window(ranks):
     metrics = {"width": 700, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     ranks.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     ranks.settle()
@@ -368,7 +368,7 @@ return [of(document.body, 'backgroundColor'), of(document.body, 'color'), loss.s
 """
 
 
-def test_dark_and_light_follow_the_system_and_the_button(window, pages):
+def test_theme_follows_the_system_and_the_button(window, pages):
     window.open(pages / "failing.html", dark=True)
     dark = window.run(COLOURS)
     window.prefer(dark=False)
@@ -420,14 +420,14 @@ return found;
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_texts_and_lines_have_enough_contrast(window, pages, dark):
+def test_theme_has_enough_contrast(window, pages, dark):
     window.open(pages / "failing.html", dark=dark)
     found = window.run(CONTRAST)
     assert len(found) > 100
     assert [entry for entry in found if entry[0] < 4.5] == []
 
 
-def test_the_colours_of_a_heat_map_grow_lighter(failing):
+def test_heat_map_colours_grow_lighter(failing):
     ramp = failing.run(
         "return Array.from({length: 101}, (_, i) => rampColour(i / 100).match(/\\d+/g).map(Number))"
     )
@@ -437,7 +437,7 @@ def test_the_colours_of_a_heat_map_grow_lighter(failing):
     assert failing.run("return rampColour(NaN)") == "rgb(26 18 62)"
 
 
-def test_ticks_are_few_and_round(failing):
+def test_axis_ticks_are_few_and_round(failing):
     ticks = failing.run(
         "return [linearTicks(0, 1999, 8), logTicks(0.2, 30, 6), logTicks(1e-8, 1e5, 6),"
         "logTicks(0.41, 0.46, 5), countTicks(3, 5), countTicks(5e5, 5)]"
@@ -449,12 +449,12 @@ def test_ticks_are_few_and_round(failing):
     assert texts == ["1.2e\u22125", "1,235", "0.5", "\u22122", "1e7", "NaN", "Inf", "0"]
 
 
-def test_a_run_without_steps_is_a_page_too(window, pages):
+def test_page_of_a_run_without_steps_has_no_errors(window, pages):
     window.open(pages / "empty.html")
     assert "No step has been logged yet." in window.run("return document.body.innerText")
 
 
-def test_a_single_step_and_hostile_names_are_drawn(window, tmp_path):
+def test_page_draws_a_single_step_with_hostile_names(window, tmp_path):
     evil = (
         "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
     )

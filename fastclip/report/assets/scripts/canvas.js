@@ -1,5 +1,5 @@
 "use strict";
-// What the event timeline and the heat maps share: a canvas of rows over the steps.
+// A canvas of rows over the steps, the base of the event timeline and the heat maps.
 
 class RowPlot {
   constructor(figure, names, height) {
@@ -15,7 +15,7 @@ class RowPlot {
     theme.listeners.push(() => view.draw(this));
   }
 
-  // The part that is drawn on, in CSS pixels.
+  // The plotting area in CSS pixels.
   get box() {
     return { left: view.gutters().left, top: this.top, width: view.width(this.element), height: this.names.length * this.height };
   }
@@ -59,7 +59,7 @@ class RowPlot {
     context.textAlign = "left";
   }
 
-  // At the right, where the line charts have their labels too; as many as fit.
+  // On the right, like the labels of the line charts; as many as fit.
   drawNames(context) {
     const { left, top, width } = this.box;
     const every = Math.ceil(12 / this.height);

@@ -1,5 +1,5 @@
 "use strict";
-// Line charts, by uPlot, which is given only what fits its pixels.
+// Line charts, drawn by uPlot, which gets only as many values as its pixels can show.
 
 const TOP = 18; // pixels for the marks of events
 
@@ -30,14 +30,14 @@ class LineChart {
   addToggle() {
     const button = this.figure.querySelector("button.scale");
     if (!button) return;
-    const tell = () => button.setAttribute("aria-pressed", String(this.isLog));
+    const showPressed = () => button.setAttribute("aria-pressed", String(this.isLog));
     button.setAttribute("aria-label", `Logarithmic axis of ${this.figure.querySelector("h3").textContent}`);
     button.addEventListener("click", () => {
       this.scale = this.isLog ? "linear" : "log";
-      tell();
+      showPressed();
       this.rebuild();
     });
-    tell();
+    showPressed();
   }
 
   openNear(pixel) {
@@ -60,13 +60,13 @@ class LineChart {
     this.plot?.setSeries(number === null ? null : number + 1, { focus: true });
   }
 
-  // What is drawn between the steps of the view.
+  // Returns the values that are drawn between the steps of the view.
   fill() {
     const slots = makeSlots(this.steps, view.from, view.to, view.width(this.element));
     const filled = this.spec.series.map((series) => fillSlots(series, slots, this.steps, this.isLog));
     this.marks = filled.map((one) => one.marks);
     this.points = filled.map((one) => pointsOf(one.y, slots.x));
-    // Dashes of many noisy lines would be noise too.
+    // Dashes would be unreadable on many noisy lines.
     const isDense = slots.x.length > 300;
     this.dashes = this.styles.map((style, i) => (isDense && this.spec.series[i].role === "rank" ? [] : style.dash));
     return [slots.x, ...filled.map((one) => one.y)];
@@ -122,7 +122,7 @@ class LineChart {
     return this.isLog ? logTicks(low, high, 6) : linearTicks(low, high, 5);
   }
 
-  // Lines that say what is usual belong into the picture where the values come near them.
+  // The range follows the values only; fixed lines appear if the values come near them.
   range(low, high) {
     if (this.scale === "share") return [0, 1];
     if (this.scale === "counts") return [0, Math.max(1, high ?? 1) * 1.5];
@@ -135,7 +135,7 @@ class LineChart {
     return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
   }
 
-  // Fixed lines, under the series.
+  // Draws the fixed lines under the series.
   drawLines(plot) {
     const { ctx: context, bbox: box } = plot;
     const ratio = uPlot.pxRatio;
@@ -201,7 +201,7 @@ class LineChart {
     });
   }
 
-  // What each line is, at its right end.
+  // Labels each line at its right end.
   drawLabels(context, box, plot) {
     const labels = [];
     this.spec.series.forEach((series, number) => {
@@ -236,11 +236,11 @@ class LineChart {
     this.overlay.hair(step);
     const at = step ?? this.steps[this.steps.length - 1];
     const form = this.scale === "share" ? shownShare : shownNumber;
-    this.legend.tell(this.spec.series.map((series) => form(valueAt(series, this.steps, at))));
+    this.legend.setValues(this.spec.series.map((series) => form(valueAt(series, this.steps, at))));
   }
 }
 
-// The values that are drawn as points: all where there are few, else those without a line on either side.
+// Returns the values that are drawn as points: all if there are few, else those without a line on either side.
 function pointsOf(y, x) {
   const known = [];
   for (let i = 0; i < y.length; i++) if (y[i] !== undefined && x[i] >= view.from && x[i] <= view.to) known.push(i);
@@ -249,7 +249,7 @@ function pointsOf(y, x) {
   return known.filter((i, place) => y[i] !== null && (y[known[place - 1]] ?? null) === null && (y[known[place + 1]] ?? null) === null);
 }
 
-// Apart from each other, each as near to its line as the others let it.
+// Moves labels apart, each as near to its line as the others allow.
 function placeLabels(labels, height, top, bottom) {
   labels.sort((a, b) => a.y - b.y);
   let limit = top;
@@ -264,7 +264,7 @@ function placeLabels(labels, height, top, bottom) {
   }
 }
 
-// The end of a long name tells more than its beginning.
+// The end of a long parameter name identifies it better than the beginning.
 function fitText(context, text, width, keepsEnd = false) {
   if (context.measureText(text).width <= width) return text;
   let less = text;

@@ -1,5 +1,5 @@
 "use strict";
-// Numbers of the page: decoding, and the few of them that a chart of so many pixels can show.
+// Decoding of the page's numbers, and selection of those that a chart's pixels can show.
 
 function bytesOf(text) {
   const binary = atob(text);
@@ -30,7 +30,7 @@ function decodePlaces(coded) {
   return places;
 }
 
-// The first index whose number is at least x.
+// Returns the first index whose number is at least x.
 function lowerBound(numbers, x) {
   let low = 0;
   let high = numbers.length;
@@ -42,9 +42,9 @@ function lowerBound(numbers, x) {
   return low;
 }
 
-// The places in x of what will be drawn between two steps: each step where there is room, else four a column,
-// for the first, the lowest, the highest and the last value in it. One step beyond each edge, so that lines go
-// on to the edge.
+// Returns the x positions to draw between two steps: each step if there is room, else four in each pixel column,
+// for its first, lowest, highest and last value. One step beyond each edge is included, so that lines reach the
+// edge.
 function makeSlots(steps, from, to, columns) {
   const first = Math.max(0, lowerBound(steps, from) - 1);
   const last = Math.min(steps.length - 1, lowerBound(steps, to));
@@ -66,8 +66,8 @@ function kindOf(value, isLog) {
   return null;
 }
 
-// A series in slots: numbers, null where the line is interrupted, undefined where it passes. What cannot be
-// drawn as a number becomes a mark [step, kind].
+// Puts a series into slots: numbers, null where the line is interrupted, undefined where it continues. Values that
+// cannot be drawn become marks [step, kind].
 function fillSlots(series, slots, steps, isLog) {
   const { at, values, breaks } = series;
   const y = new Array(slots.x.length).fill(undefined);
@@ -91,8 +91,8 @@ function fillSlots(series, slots, steps, isLog) {
   return { y, marks: found };
 }
 
-// Of the samples from `first` to `last` the first, the lowest and highest in their order, and the last. Returns
-// how many slots they took.
+// Writes the first, the lowest and highest in their order, and the last of the samples from `first` to `last`.
+// Returns how many slots they took.
 function fillColumn(values, first, last, slot, y, isLog, mark) {
   const chosen = new Set();
   let low = -1;
@@ -119,7 +119,7 @@ function fillColumn(values, first, last, slot, y, isLog, mark) {
   return place - slot;
 }
 
-// A line between two values of which one is outside goes on to the edge, although no value lies there.
+// Continues a line to the edge if one of its two values lies outside.
 function continueToEdges({ at, values, breaks }, slots, steps, y, befores, isLog) {
   [0, slots.x.length - 1].forEach((slot, side) => {
     const before = befores[side];
@@ -134,7 +134,7 @@ function continueToEdges({ at, values, breaks }, slots, steps, y, befores, isLog
   });
 }
 
-// The value of a series at the nearest step: that of the last place not after it, or nothing before the first.
+// Returns the value of a series at the last place up to the nearest step, undefined before the first.
 function valueAt(series, steps, step) {
   const place = lowerBound(steps, Math.round(step) + 0.5) - 1;
   const index = lowerBound(series.at, place + 1) - 1;

@@ -1,5 +1,5 @@
 "use strict";
-// The list of events: opened from a mark, shown by kind, and back to the charts.
+// The list of events: opening from a mark, filtering by kind, and the way back to the charts.
 
 function bringIntoView(element, block) {
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -11,7 +11,7 @@ function openEvent([step, kind, severity, number]) {
   const details = document.getElementById(`event-${number}`);
   if (!details) {
     document.getElementById("range").textContent =
-      `step ${shownStep(step)}: ${marks.kinds[kind]} (${SEVERITIES[severity]}) is not among the events of the list`;
+      `step ${shownStep(step)}: ${marks.kinds[kind]} (${SEVERITIES[severity]}) is not in the list below`;
     return;
   }
   if (details.parentElement.hidden) showKind(null);

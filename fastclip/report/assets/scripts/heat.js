@@ -1,6 +1,6 @@
 "use strict";
-// Heat maps: a row for each parameter or module. From dark to light as the number grows, so that the order
-// is the same without colour; what is not finite is hatched.
+// Heat maps: a row for each parameter or module. Larger numbers are lighter, so that the order is visible without
+// colour; NaN and Inf are hatched.
 
 const RAMP = [
   [26, 18, 62], [38, 40, 108], [32, 71, 141], [14, 104, 150], [8, 136, 148],
@@ -39,7 +39,7 @@ class HeatChart extends RowPlot {
     this.logs = Float64Array.from(spec.values, Math.log10);
     const finite = this.logs.filter(Number.isFinite);
     const ordered = finite.slice().sort();
-    // One number far below all others does not take the ramp from them.
+    // The lowest 2 % do not stretch the ramp, so that a single tiny number does not flatten the others.
     const at = (share) => ordered[Math.floor(share * (ordered.length - 1))] ?? 0;
     [this.low, this.high] = [at(0.02), at(1)];
     if (!(this.high > this.low)) [this.low, this.high] = [this.low - 0.5, this.low + 0.5];
@@ -74,8 +74,8 @@ class HeatChart extends RowPlot {
     box.append(shownNumber(10 ** this.low), bar, shownNumber(10 ** this.high), hatched, "NaN or Inf", this.readout);
   }
 
-  // The measured columns of a row, each with the step up to which it is drawn: the next one, if that is not
-  // much further away than they usually are.
+  // Returns the measured columns of a row, each with the step up to which it is drawn: the next column, unless that is
+  // much further away than usual.
   cellsOf(row) {
     const columns = [];
     for (let column = 0; column < this.steps.length; column++) {
@@ -108,7 +108,7 @@ class HeatChart extends RowPlot {
         context.fillRect(x, y, wide, tall);
       }
     });
-    // Over the others, and wide enough to be seen.
+    // NaN and Inf are drawn over the others, and wide enough to be seen.
     context.fillStyle = pattern;
     this.cells.forEach((cells, row) => cells.columns.forEach((column, i) => {
       if (Number.isFinite(this.spec.values[row * this.steps.length + column])) return;

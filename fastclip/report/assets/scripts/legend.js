@@ -32,7 +32,7 @@ function addLegend(chart) {
       button.setAttribute("aria-pressed", String(chart.shown[number]));
       chart.plot?.setSeries(number + 1, { show: chart.shown[number] });
     });
-    // The line of the button that is pointed at, or has the focus, stands out.
+    // The line of the hovered or focused button is emphasized.
     for (const [on, off] of [["pointerenter", "pointerleave"], ["focus", "blur"]]) {
       button.addEventListener(on, () => chart.emphasize(number));
       button.addEventListener(off, () => chart.emphasize(null));
@@ -43,5 +43,5 @@ function addLegend(chart) {
   });
   const restyle = (dashes) => samples.forEach((sample, i) => sample.restyle(dashes[i]));
   restyle(chart.styles.map((style) => style.dash));
-  return { restyle, tell: (texts) => texts.forEach((text, i) => { outputs[i].textContent = text; }) };
+  return { restyle, setValues: (texts) => texts.forEach((text, i) => { outputs[i].textContent = text; }) };
 }

@@ -1,5 +1,5 @@
 "use strict";
-// Puts the page together.
+// Starts the page.
 
 function startToolbar() {
   const does = {
@@ -23,7 +23,7 @@ function start() {
   for (const spec of data.heats) view.add(new HeatChart(data, spec, document.getElementById(`chart-${spec.key}`)));
   startToolbar();
   startEvents();
-  view.tell();
+  view.showRange();
   let width = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth === width) return; // a phone's address bar comes and goes

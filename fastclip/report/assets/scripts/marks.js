@@ -1,5 +1,5 @@
 "use strict";
-// Marks on a canvas: events by severity, and values that are no numbers. Each kind has a shape of its own.
+// Marks on a canvas: events by severity, NaN, Inf and values off a log axis. Each kind has its own shape.
 
 const SEVERITIES = ["info", "warning", "error"];
 
@@ -37,7 +37,7 @@ function drawValueMark(context, kind, x, y, size) {
   context.stroke();
 }
 
-// Events in the order of the steps. Of several within a few pixels the most severe is drawn.
+// Events in the order of the steps. Within a few pixels only the most severe one is drawn.
 const marks = {
   rows: [],
   kinds: [],
@@ -65,7 +65,7 @@ const marks = {
     return kept;
   },
 
-  // The nearest within a few pixels; of those at the same distance the most severe.
+  // Returns the nearest event within a few pixels; at the same distance the most severe.
   near(rows, pixel, element, reach = 9) {
     let best = null;
     for (const row of rows) {

@@ -1,5 +1,5 @@
 "use strict";
-// Colours come from the style sheet, light or dark; lines also differ by dashes, so that none depends on colour.
+// Colours come from the style sheet, light or dark; lines also differ by dashes, to be distinct without colour.
 
 const DASHES = [[], [8, 3], [3, 3], [10, 3, 2, 3], [1.5, 3], [14, 4], [6, 2, 2, 2], [2, 6]];
 
@@ -48,7 +48,7 @@ const theme = {
   },
 };
 
-// How a series is drawn, by its role and its number in the chart.
+// Returns how a series is drawn, by its role and its number in the chart.
 function styleOf(series, number) {
   const { role } = series;
   const guide = Math.max(0, number - 1);

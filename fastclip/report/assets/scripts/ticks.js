@@ -1,5 +1,5 @@
 "use strict";
-// Numbers as text, and where an axis has its ticks.
+// Formatting of numbers, and the ticks of an axis.
 
 function shownNumber(value) {
   if (value === undefined || value === null) return "–";
@@ -29,7 +29,7 @@ function linearTicks(low, high, most) {
   return ticks;
 }
 
-// Powers of ten where there are enough of them, else 1, 2, 5; within a decade as on a linear axis.
+// Returns powers of ten if there are enough of them, else 1, 2, 5; within a decade ticks of a linear axis.
 function logTicks(low, high, most) {
   const from = Math.ceil(Math.log10(low) - 1e-9);
   const to = Math.floor(Math.log10(high) + 1e-9);
@@ -50,7 +50,7 @@ function logTicks(low, high, most) {
   return ticks.length >= 2 ? ticks : linearTicks(low, high, most);
 }
 
-// For counts: 0, and then powers of ten.
+// Returns ticks for counts: 0, then powers of ten.
 function countTicks(high, most) {
   if (high < 10) return [0, 1, 2, 5].filter((tick) => tick <= high);
   const decades = Math.max(0, Math.floor(Math.log10(Math.max(1, high))));

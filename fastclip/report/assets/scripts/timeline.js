@@ -1,5 +1,5 @@
 "use strict";
-// All events: a row for each kind.
+// The timeline of all events, a row for each kind.
 
 class Timeline extends RowPlot {
   constructor(figure) {

@@ -1,5 +1,5 @@
 "use strict";
-// The steps that all charts show, the cursor that they share, and what fingers, mouse and keys do to them.
+// The range of steps and the cursor that all charts share, and their control by mouse, touch and keys.
 
 const LEAST_STEPS = 4;
 
@@ -35,7 +35,7 @@ const view = {
     this.observer.observe(part.element);
   },
 
-  // Room beside the plots, the same for all, so that a step is below itself.
+  // Margins beside the plots, the same for all, so that steps align vertically.
   gutters() {
     return innerWidth < 600 ? { left: 46, right: 68 } : { left: 60, right: 122 };
   },
@@ -79,17 +79,17 @@ const view = {
 
   changed() {
     for (const part of this.parts) this.dirty.add(part);
-    this.tell();
+    this.showRange();
     this.schedule();
   },
 
-  tell() {
+  showRange() {
     const [from, to] = [Math.max(this.from, this.first), Math.min(this.to, this.last)];
     const at = this.cursor === null ? "" : `, cursor at ${shownStep(this.cursor)}`;
     document.getElementById("range").textContent = `steps ${shownStep(from)} to ${shownStep(to)}${at}`;
   },
 
-  // Charts off the screen are drawn when they come into sight.
+  // Charts off the screen are drawn when they scroll into view.
   schedule() {
     if (this.scheduled) return;
     this.scheduled = true;
@@ -112,7 +112,7 @@ const view = {
   setCursor(step) {
     this.cursor = step;
     for (const part of this.seen) part.showCursor(step);
-    this.tell();
+    this.showRange();
   },
 };
 
@@ -136,7 +136,7 @@ function addOverlay(element) {
   };
 }
 
-// Dragging zooms, two fingers pinch, a click is given to `clicked(pixel, y)`, which tells whether it took it.
+// Dragging zooms, two fingers pinch, and a click is passed to `clicked(pixel, y)`.
 function addPointers(element, overlay, clicked) {
   const down = new Map();
   let begun = null;
