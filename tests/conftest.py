@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fixtures for every test: a seed, poisoned memory, and a choice of backend and instruction set."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,9 +10,10 @@ import fastclip
 from fastclip import backends
 from fastclip.backends import native
 from helpers import shim
-from helpers.available import BACKENDS, reason_against_the_interpreter
+from helpers.available import BACKENDS, NARROW, reason_against_the_interpreter
+from helpers.cases import SEED
 
-# Files whose tests take minutes, to begin with.
+# Files whose tests take longest, to begin with.
 LONGEST = {
     "test_cuda_kernels.py",
     "test_distributed.py",
@@ -18,6 +21,7 @@ LONGEST = {
     "test_packaging.py",
     "test_random.py",
 }
+ROOM_OF_BACKENDS = Path(__file__).parent / "backends"
 
 
 def pytest_report_header() -> list[str]:
@@ -30,17 +34,26 @@ def pytest_report_header() -> list[str]:
     ]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out lists of thousands of gradients for Triton's interpreter, which takes milliseconds for each,
-    but for one: test_triton.py has a test of its own."""
-    kept, left_out = [], []
+def is_slow_in_the_interpreter(item: pytest.Item) -> bool:
+    """Whether a test is left to `make test-full` because Triton's interpreter takes milliseconds a gradient.
+
+    `make test` has the value grid in bfloat16 with the 2-norm, and all else that is in tests/backends; there
+    test_grad_stats_of_mixed_dtypes has every dtype and norm. Tests above the backends run on the others.
+    """
+    parameters = (getattr(item, "callspec", None) and item.callspec.params) or {}
+    if parameters.get("backend") != "triton":
+        return False
+    if not item.path.is_relative_to(ROOM_OF_BACKENDS):
+        return True
+    of_another_dtype = parameters.get("dtype", torch.bfloat16) != torch.bfloat16
+    return of_another_dtype or ("dtype" in parameters and parameters.get("norm_type", 2.0) != 2.0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow in Triton's interpreter, and begin with the longest files."""
     for item in items:
-        parameters = (getattr(item, "callspec", None) and item.callspec.params) or {}
-        slow = parameters.get("backend") == "triton" and parameters.get("case") == "many"
-        (left_out if slow else kept).append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        if is_slow_in_the_interpreter(item):
+            item.add_marker(pytest.mark.slow)
     # Stable, so that each file keeps its own order: no process then waits long for the last one.
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
@@ -54,13 +67,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def seed_and_poison():
     """Fixed seeds; fresh memory filled with NaN, also what C++ allocates, so that no read of it passes."""
-    torch.manual_seed(20261130)
+    torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=BACKENDS)
+def backends_in_turn() -> list:
+    """Return the backends; `make test` runs the native one on the widest instruction set only.
+
+    The others give the same bits on the whole case list: tests/backends/test_instruction_sets.py.
+    """
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in NARROW)) for name in BACKENDS]
+
+
+@pytest.fixture(params=backends_in_turn())
 def backend(request, monkeypatch) -> str:
     """Each backend in turn; the native one once for each instruction set, and with the CUDA kernels."""
     if request.param == "cuda_on_cpu":

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from helpers import cases, shim
-from helpers.cases import ALL, DTYPES, assert_bitwise_equal, clone, dtype_name
+from helpers.cases import ALL, DTYPES, assert_bitwise_equal, by_dtype, clone, each_case
 
 ROOT = Path(__file__).parents[2]
 SHIM = "tests/backends/cuda_shim"
@@ -62,7 +62,7 @@ class Fault:
     build: str = "blocks of 64"
 
 
-# Those that the design fears most; the others are tried by `make test-full`.
+# Those that the design fears most.
 FAULTS = {
     "no barrier before the warps' sums are read": Fault(
         "reduce.cuh", "  __syncthreads();\n  double total", "  double total"
@@ -218,8 +218,14 @@ def result_of(runs, wanted) -> subprocess.CompletedProcess:
     return runs[wanted].result()
 
 
+# `make test` runs one build of each kind that takes seconds, and a fault of each kind that it can see.
+# The rest is slow: every fault is a build, and under ThreadSanitizer every thread is one of the system.
+QUICK = {"blocks of 64", "address", "no barrier before the warps' sums are read", "a lost tail"}
+
+
 def parameters(kind: str, names) -> list:
-    return [pytest.param((kind, name), id=name) for name in names]
+    slow = pytest.mark.slow
+    return [pytest.param((kind, name), id=name, marks=[] if name in QUICK else slow) for name in names]
 
 
 def assert_clean(run: subprocess.CompletedProcess, least: int) -> None:
@@ -233,7 +239,7 @@ def test_kernels_agree_with_naive_arithmetic(runs, wanted):
     assert_clean(result_of(runs, wanted), 2000)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # minutes
 @pytest.mark.parametrize("wanted", parameters("long", LONG_BUILDS))
 def test_kernels_in_longer_runs(runs, wanted):
     assert_clean(result_of(runs, wanted), 2000)
@@ -255,14 +261,13 @@ def test_a_planted_fault_is_found(runs, wanted):
     assert_found(result_of(runs, wanted), FAULTS[wanted[1]].build)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wanted", parameters("fault", MORE_FAULTS))
 def test_another_planted_fault_is_found(runs, wanted):
     assert_found(result_of(runs, wanted), MORE_FAULTS[wanted[1]].build)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("case", ALL)
+@by_dtype
+@each_case(ALL)
 def test_results_do_not_depend_on_the_grid_or_on_the_order(case, dtype):
     """Through the ops, over the list of cases of all backends."""
     if reason := shim.reason_against():
@@ -278,10 +283,11 @@ def test_results_do_not_depend_on_the_grid_or_on_the_order(case, dtype):
         assert_bitwise_equal(other, outcomes[0])
 
 
-def test_more_gradients_than_a_table_holds(backend):
+def test_more_gradients_than_a_table_holds():
     """Several launches, the last of which sums up all; more than 1,600 gradients once."""
-    if backend != "cuda_on_cpu":
-        pytest.skip("other backends have no table")
+    if reason := shim.reason_against():
+        pytest.skip(reason)
+    shim.configure()
     grads = [cases.normal(DTYPES[i % 4], i % 5) for i in range(3300)]
     total_norm, stats = shim.backend().grad_stats(grads, 2.0)
     assert abs(total_norm.item() / cases.exact_norm(grads, 2.0) - 1) < 1e-6

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from fastclip.backends import native, reference, triton
 from helpers import cases, shim
-from helpers.cases import ALL, DTYPES, INF, assert_bitwise_equal, clone, dtype_name
+from helpers.cases import (
+    ALL,
+    INF,
+    NORM_TYPES,
+    assert_bitwise_equal,
+    by_dtype,
+    clone,
+    each_case,
+    random_factors,
+    without_nan_payloads,
+)
 
 
 @dataclass(frozen=True)
@@ -45,13 +55,8 @@ def machine(request) -> Machine:
     return Machine("cuda", backend)
 
 
-by_case = pytest.mark.parametrize("case", ALL)
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-
-
 def on_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    """NaN without their payload, which is each processor's affair."""
-    return [torch.where(t.isnan(), torch.nan, t) for t in (t.detach().cpu() for t in tensors)]
+    return without_nan_payloads([t.detach().cpu() for t in tensors])
 
 
 def assert_same_numbers(actual: Tensor, expected: Tensor, rtol: float = 1e-6) -> None:
@@ -63,8 +68,8 @@ def roots(stats: Tensor, norm_type: float) -> Tensor:
 
 
 @by_dtype
-@by_case
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, INF])
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@each_case(ALL)
 def test_statistics(machine, case, dtype, norm_type):
     grads = ALL[case](dtype)
     sent = machine.send(grads)
@@ -80,8 +85,8 @@ def test_statistics(machine, case, dtype, norm_type):
 
 
 @by_dtype
-@by_case
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip"])
+@each_case(ALL)
 def test_clip(machine, case, dtype, nonfinite):
     """What is written fits the coefficient that is returned; twice gives the same bits."""
     grads = ALL[case](dtype)
@@ -100,11 +105,10 @@ def test_clip(machine, case, dtype, nonfinite):
 
 
 @by_dtype
-@by_case
+@each_case(ALL)
 def test_scale_and_clamp(machine, case, dtype):
     grads = ALL[case](dtype)
-    factors = torch.rand(len(grads), dtype=torch.float64) + 0.1
-    factors[::2] = 1.0
+    factors = random_factors(len(grads))
     calls: list[Callable[[ModuleType, list[Tensor]], None]] = [
         lambda backend, g: backend.scale_(g, factors.to(g[0].device)),
         lambda backend, g: backend.scale_(g, torch.tensor(0.75), True),

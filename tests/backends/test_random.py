@@ -3,17 +3,22 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastclip.backends import reference, select
 from helpers import cases
+from helpers.available import BACKENDS, NARROW
 from helpers.cases import CHUNK, DTYPES, INF, NAN, assert_bitwise_equal, clone, exact_norm
 
 SIZES = st.one_of(st.integers(0, 70), st.sampled_from([1023, 1024, 1025, CHUNK - 1, CHUNK, CHUNK + 1]))
 MAX_NORMS = st.sampled_from([0.0, 0.1, 1e3, INF])
 NORM_TYPES = st.sampled_from([1.0, 2.0, INF])
+# The interpreter takes a minute for 150 lists, ten seconds for 20.
+SLOW = [*NARROW, "triton"]
+AT_LENGTH = [pytest.param(b, marks=[pytest.mark.slow] * (b in SLOW)) for b in BACKENDS]
 VALUES = st.sampled_from([0.0, -0.0, 1.0, NAN, INF, -INF, 1e20, 1e-25, 6e4])
 
 
@@ -33,18 +38,18 @@ def gradients(draw) -> list[torch.Tensor]:
     return grads
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    grads=gradients(),
-    norm_type=NORM_TYPES,
-    max_norm=MAX_NORMS,
-)
-def test_random_lists(backend, grads, norm_type, max_norm):
+def drawn(examples: int):
+    """Give a test so many lists with an order of the norm and a limit, the same on every run."""
+    few = settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+    return lambda test: few(given(grads=gradients(), norm_type=NORM_TYPES, max_norm=MAX_NORMS)(test))
+
+
+def check_counts_norm_and_coefficient(grads, norm_type, max_norm) -> None:
     module = select(torch.device("cpu"))
     total_norm, stats = module.grad_stats(grads, norm_type)
     assert stats[:, 1].tolist() == [g.isnan().sum().item() for g in grads]
@@ -60,3 +65,15 @@ def test_random_lists(backend, grads, norm_type, max_norm):
     assert coef == reference.clip_coefficient(summary[0, 0], max_norm)
     expected = [torch.where(g.isfinite(), g * coef, 0).to(g.dtype) for g in before]
     assert_bitwise_equal([g + 0 for g in grads], [g + 0 for g in expected])
+
+
+@pytest.mark.parametrize("backend", AT_LENGTH, indirect=True)
+@drawn(150)
+def test_clip_of_random_lists(backend, grads, norm_type, max_norm):
+    check_counts_norm_and_coefficient(grads, norm_type, max_norm)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b == "triton"], indirect=True)
+@drawn(20)
+def test_clip_of_a_few_random_lists_in_the_interpreter(backend, grads, norm_type, max_norm):
+    check_counts_norm_and_coefficient(grads, norm_type, max_norm)

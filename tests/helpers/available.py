@@ -48,8 +48,11 @@ def reason_against_the_interpreter() -> str | None:
 
 
 USABLE = usable_capabilities()
+WIDEST = USABLE[-1] if USABLE else None
 BACKENDS = ["reference", *(f"native-{name}" for name in USABLE)]
 if shim.reason_against() is None:
     BACKENDS.append("cuda_on_cpu")
 if reason_against_the_interpreter() is None:
     BACKENDS.append("triton")
+# Proven by test_instruction_sets.py to give the bits of the widest: `make test` leaves them out elsewhere.
+NARROW = [f"native-{name}" for name in USABLE if name != WIDEST]

@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Named lists of gradients: the edges of sizes, layouts and values that every backend is held against."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CHUNK = 32768  # csrc/cpu/chunks.h, kChunkSize; test_layout.py holds them equal
 NAN, INF = math.nan, math.inf
+NORM_TYPES = [1.0, 2.0, INF]
+CLAMP_LIMITS = [0.0, 0.1, 1e3, INF]
+SEED = 20261130  # what every test, and every case within a test, begins with
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """float32, for the names of tests."""
     return str(dtype).removeprefix("torch.")
+
+
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 
 
 def normal(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -111,6 +120,45 @@ FINITE: dict[str, Case] = {**SIZES, **LAYOUTS, **VALUES}
 ALL: dict[str, Case] = {**FINITE, **NONFINITE}
 
 
+def each_case(table: dict[str, Case]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test with an argument `case` to run all cases of a table in one item of pytest.
+
+    An item of its own for each case would cost more than most cases do. Each begins with the seed of a test.
+    All of them run; the error names those that failed and is raised from the first.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run_all(**arguments: object) -> None:
+            failed: dict[str, Exception] = {}
+            for case in table:
+                if case == "many" and arguments.get("backend") == "triton":
+                    continue  # milliseconds for each gradient; test_triton.py has a test of thousands
+                torch.manual_seed(SEED)
+                try:
+                    test(case=case, **arguments)
+                except Exception as error:
+                    failed[case] = error
+            if failed:
+                first, error = next(iter(failed.items()))
+                message = f"{len(failed)} of {len(table)} cases failed: {list(failed)}; {first!r}: {error}"
+                raise AssertionError(message) from error
+
+        signature = inspect.signature(test)
+        kept = [p for name, p in signature.parameters.items() if name != "case"]
+        run_all.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return run_all
+
+    return decorate
+
+
+def random_factors(count: int) -> Tensor:
+    """Return a factor for each gradient, every other one 1."""
+    factors = torch.rand(count, dtype=torch.float64) + 0.1
+    factors[::2] = 1.0
+    return factors
+
+
 def mixed(dtypes: list[torch.dtype] = DTYPES) -> list[Tensor]:
     """All dtypes in one list, small and large, with an empty one among them."""
     sizes = (3, CHUNK + 1, 0, 100, 1, 2 * CHUNK)
@@ -145,18 +193,24 @@ def exact_norm(grads: list[Tensor], norm_type: float) -> float:
     return largest * torch.linalg.vector_norm(values / largest, norm_type).item()
 
 
-def bits(tensor: Tensor) -> list[int]:
-    """The memory of the elements, in which NaN equals NaN and 0 differs from -0."""
+def bits(tensor: Tensor) -> Tensor:
+    """Return the memory of the elements as integers: NaN then equals NaN, and 0 differs from -0."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.contiguous().view(whole).reshape(-1).tolist()
+    return tensor.contiguous().view(whole).reshape(-1)
+
+
+def without_nan_payloads(tensors: list[Tensor]) -> list[Tensor]:
+    """Replace each NaN by the same one: sign and payload of a NaN are the processor's affair."""
+    return [torch.where(t.isnan(), torch.nan, t) for t in tensors]
 
 
 def assert_bitwise_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
-    """Equal memory, element by element; tells the first difference."""
+    """Raise AssertionError with the first element whose memory differs."""
     assert len(actual) == len(expected)
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert a.dtype == b.dtype and a.shape == b.shape, f"tensor {index}"
-        if bits(a) != bits(b):
-            at = next(i for i, (x, y) in enumerate(zip(bits(a), bits(b), strict=True)) if x != y)
+        different = bits(a) != bits(b)
+        if different.any():
+            at = int(different.nonzero()[0])
             x, y = a.reshape(-1)[at].item(), b.reshape(-1)[at].item()
             raise AssertionError(f"tensor {index}, element {at} of {a.numel()}: {x!r} is not {y!r}")
