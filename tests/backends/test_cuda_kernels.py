@@ -37,6 +37,7 @@ SMALL_BLOCKS = "-DFASTCLIP_THREADS=64"
 ADDRESS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREADS = ("-O1", "-g", "-fsanitize=thread", "-DFASTCLIP_SHIM_THREADS")
 BUILDS = {
+    "quick, blocks of 64": Build(("-O1", SMALL_BLOCKS)),
     "blocks of 64": Build(("-O1", SMALL_BLOCKS), quick=False),
     "blocks of 256": Build(("-O2",)),
     "address": Build((*ADDRESS, SMALL_BLOCKS)),
@@ -220,7 +221,7 @@ def result_of(runs, wanted) -> subprocess.CompletedProcess:
 
 # `make test` runs one build of each kind that takes seconds, and a fault of each kind that it can see.
 # The rest is slow: every fault is a build, and under ThreadSanitizer every thread is one of the system.
-QUICK = {"blocks of 64", "address", "no barrier before the warps' sums are read", "a lost tail"}
+QUICK = {"quick, blocks of 64", "address", "no barrier before the warps' sums are read", "a lost tail"}
 
 
 def parameters(kind: str, names) -> list:
