@@ -16,7 +16,7 @@ from .record_builder import RecordBuilder
 from .sinks import SinkGroup
 from .skip_latch import SkipLatch
 from .step_in_progress import StepInProgress
-from .suppress_errors import suppress_errors
+from .suppress_errors import suppress_errors, warn_once
 
 KEPT = 5000  # records, and events
 
@@ -77,10 +77,7 @@ class StepPipeline:
         record = None
         with suppress_errors("record a step"):
             record = self._builder.build(step, values)
-            for detector in self._detectors:
-                with suppress_errors(f"run the detector {detector.kind!r}"):
-                    if (event := detector.update(record)) is not None:
-                        record.events.append(event)
+            self._detect(record)
             self.records.append(record)
             self.events += record.events
             del self.events[:-KEPT]
@@ -92,3 +89,13 @@ class StepPipeline:
                 self._capture.save(reason, record, self.records)
         if values.get("skipped_by_latch") and self._latch is not None:
             self._latch.release(step.decision)
+
+    def _detect(self, record: Record) -> None:
+        for detector in self._detectors:
+            try:  # a context manager for each would take longer than most detectors
+                event = detector.update(record)
+            except Exception as error:
+                warn_once(f"run the detector {detector.kind!r}", error)
+            else:
+                if event is not None:
+                    record.events.append(event)

@@ -31,15 +31,21 @@ class suppress_errors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception):
+        if kind is None or not isinstance(error, Exception):
             return False
-        if self._task not in _warned:
-            _warned.add(self._task)
-            place, kind = traceback.extract_tb(trace)[-1], type(error)
-            warnings.warn(
-                f"fastclip.Monitor: failed to {self._task}: {kind.__name__}: {error} (in {place.name}, line "
-                f"{place.lineno} of {place.filename}). Training continues, but records lack what this "
-                "measures. This warning is shown once; please report it",
-                stacklevel=2,
-            )
+        warn_once(self._task, error)
         return True
+
+
+def warn_once(task: str, error: Exception) -> None:
+    """Warn of a defect of the monitor, the first time for each task."""
+    if task in _warned:
+        return
+    _warned.add(task)
+    place, kind = traceback.extract_tb(error.__traceback__)[-1], type(error)
+    warnings.warn(
+        f"fastclip.Monitor: failed to {task}: {kind.__name__}: {error} (in {place.name}, line {place.lineno} "
+        f"of {place.filename}). Training continues, but records lack what this measures. This warning is "
+        "shown once; please report it",
+        stacklevel=3,
+    )
