@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is known of one optimizer step on one process, and what each number means."""
+"""The record of one optimizer step on one process, its events, and what each number means."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SEVERITIES = ("info", "warning", "error")
 
 @dataclass
 class Event:
-    """Something that a person should know of.
+    """A finding that a person should know about.
 
     Attributes:
-        kind: what it is, such as "norm_growth"; the names are those of the detectors' documentation.
-        step: the optimizer step it was seen in.
+        kind: its name in the documentation of the detectors, such as "norm_growth".
+        step: the optimizer step in which it was found.
         severity: "info", "warning" or "error".
         message: a sentence with the numbers.
         values: the numbers that support it.
-        rank: the process it concerns, where that is known; else the one that saw it.
+        rank: the process it concerns, where that is known; else the one that found it.
     """
 
     kind: str
@@ -33,11 +33,16 @@ class Event:
     rank: int = 0
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the attributes by name, for a log."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Event:
-        """Raises ValueError for an event that lacks something; keys of later versions are passed over."""
+        """Return the event of a log; unknown keys, as of later versions, are ignored.
+
+        Raises:
+            ValueError: it lacks a key, or a value has another type.
+        """
         if not isinstance(data, dict) or not {"kind", "step", "severity", "message"} <= set(data):
             raise ValueError(f"expected an event, but got {_shown(data)}")
         if data["severity"] not in SEVERITIES:
@@ -52,8 +57,7 @@ class Event:
 class Record:
     """One optimizer step on one process. What was not measured in this step is None or empty.
 
-    Meanings, units and scopes of the attributes are those of :data:`MEANINGS`, which also stands in the first
-    line of every log.
+    :data:`MEANINGS` gives the meaning, unit and scope of each attribute, as does the first line of every log.
     """
 
     step: int
@@ -94,13 +98,14 @@ class Record:
 
     @property
     def clipped(self) -> bool | None:
-        """Whether the norm was above the limit; None where there was no norm or no limit."""
+        """Whether the norm was above the limit; None without a norm or a limit."""
         if self.clip_coef is None or not math.isfinite(self.clip_coef):
             return None
         return self.clip_coef < 1.0
 
     @property
     def has_finite_norm(self) -> bool:
+        """Whether there is a norm, and it is finite."""
         return self.total_norm is not None and math.isfinite(self.total_norm)
 
     @property
@@ -113,7 +118,7 @@ class Record:
         return self.nan_count + self.inf_count == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """For a log: what was not measured is left out."""
+        """Return the attributes by name, for a log, without what was not measured."""
         data: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -126,10 +131,10 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
-        """From a line of a log; keys of later versions are passed over.
+        """Return the record of a line of a log; unknown keys, as of later versions, are ignored.
 
         Raises:
-            ValueError: no step, a value of another type, or an event that is none.
+            ValueError: it has no step, a value of another type, or an invalid event.
         """
         if type(data.get("step")) is not int:
             raise ValueError(f"expected a record with a step, but got step {_shown(data.get('step'))}")
@@ -141,7 +146,7 @@ class Record:
 
 
 def _checked(cls: type, data: dict[str, Any]) -> dict[str, Any]:
-    """What the class has fields for, if it is of their types."""
+    """Return the items for which the class has fields, if they have the types of these."""
     checks = _checks(cls)
     known = {}
     for key, value in data.items():
@@ -154,12 +159,12 @@ def _checked(cls: type, data: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _checks(cls: type) -> dict[str, tuple[str, Callable[[Any], bool]]]:
-    """By field of a class: its type as written, and what tells whether a value is of it."""
+    """Return the type of each field of a class as written, and the check whether a value has it."""
     return {f.name: (str(f.type), _check_of(str(f.type))) for f in fields(cls)}
 
 
 def _check_of(annotation: str) -> Callable[[Any], bool]:
-    """For a type as written in the classes above; an int is a float, a bool is neither."""
+    """Return the check for a type as written in the classes above; an int is a float, a bool is neither."""
     optional = annotation.removesuffix(" | None")
     if optional != annotation:
         inner = _check_of(optional)
@@ -184,7 +189,7 @@ def _shown(value: Any) -> str:
 
 
 MEANINGS: dict[str, str] = {
-    "step": "number of the optimizer step, from 0; counts steps that were left out too",
+    "step": "number of the optimizer step, from 0; skipped steps count too",
     "time": "seconds since 1970 when the step ended on the host",
     "rank": "process in the default process group",
     "step_time": "seconds since the step before ended on the host",
@@ -195,17 +200,17 @@ MEANINGS: dict[str, str] = {
     "total_norm": "norm of all gradients of the optimizer: accumulated, unscaled, before clipping, global",
     "group_norms": "the same by group, where gradients are clipped in groups",
     "max_norm": "limit of total_norm in this step; the smallest one of several",
-    "clip_coef": "what the gradients were multiplied with by clipping; the smallest one of several groups",
+    "clip_coef": "factor by which clipping multiplied the gradients; the smallest one of several groups",
     "nan_count": "NaN elements in the gradients, accumulated, global",
     "inf_count": "Inf elements in the gradients, accumulated, global",
-    "nonfinite_ranks": "processes whose part of the gradients held NaN or Inf; empty without shards",
+    "nonfinite_ranks": "processes whose part of the gradients contained NaN or Inf; empty without shards",
     "worst": "gradients with the most NaN and Inf, then the largest norms: unscaled, before clipping, global",
     "tensor_norms": "norm of each gradient, unscaled, before clipping, global; every few steps",
     "tensor_names": "name of the parameter of each of the tensor_norms",
     "applied": "whether the step changed the parameters",
-    "held": "whether the monitor left the step out: action skip",
-    "skipped_steps": "steps left out so far, for whatever reason",
-    "overflows": "steps so far that a loss scaler left out",
+    "held": "whether the monitor skipped the step: action skip",
+    "skipped_steps": "steps skipped so far, for whatever reason",
+    "overflows": "steps so far that a loss scaler skipped",
     "loss_scale": "factor of the loss in this step",
     "param_norm": "2-norm of all parameters before the step, global; every few steps",
     "update_ratio": "2-norm of a parameter's change over that of the parameter, local shard; every few steps",
@@ -215,7 +220,7 @@ MEANINGS: dict[str, str] = {
     "sample_ids": "as given with the batches of the step; local",
     "samples_per_second": "local, by step_time",
     "tokens_per_second": "local, by step_time, elements of the first integer tensor of each batch",
-    "memory": "bytes: resident but for mapped files; allocated and reserved on the device; every few steps",
+    "memory": "bytes: resident without mapped files; allocated and reserved on the device; every few steps",
     "ranks": "by rank: loss, non-finite elements in the batch, seconds from batch to loss, requests",
     "error": "the exception that ended the step",
     "events": "what the detectors found",

@@ -19,9 +19,9 @@ REASONS = ("nonfinite", "loss_spike", "norm_spike", "loss_scale")
 
 
 class SkipLatch:
-    """Skips the update when loss or gradients are not finite, when one of them spikes, or when the loss scale
-    collapses, and from then on every update until the host has seen the record of that step and releases it.
+    """Skips updates from a bad step on, until the host has seen the record of that step and releases it.
 
+    A step is bad if loss or gradients are not finite, if one of them spikes, or if the loss scale collapses.
     Spikes are those of :class:`fastclip.policies.SpikeSkip`. A step that is skipped only because the latch is
     closed does not enter their windows: it starts from the same parameters as the step that closed it.
 
@@ -72,7 +72,7 @@ class SkipLatch:
 
     @staticmethod
     def device_for(total_norm: Tensor) -> torch.device | None:
-        """The device that decides; None for the host, where each call of torch costs more than arithmetic."""
+        """Return the device that decides; None for the host, where calls of torch cost too much."""
         return None if total_norm.device.type == "cpu" else total_norm.device
 
     def _decide_on_host(

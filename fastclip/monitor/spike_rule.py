@@ -49,7 +49,7 @@ class SpikeRule:
         self._window = _HostWindow(size, values) if device is None else _DeviceWindow(size, values, device)
 
     def values(self) -> list[float]:
-        """The numbers in the window, the oldest first."""
+        """Return the numbers in the window, the oldest first."""
         return self._window.values()
 
     def state_dict(self) -> dict[str, list[float]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a monitor has to save for a resumed run to give the same events."""
+"""The state that a resumed run needs to give the same events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .skip_latch import SkipLatch
 
 
 class MonitorState:
-    """Everything of a monitor that remembers something from step to step, each with a state of its own."""
+    """Everything in a monitor that has a state from step to step."""
 
     def __init__(
         self,

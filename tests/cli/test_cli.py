@@ -189,7 +189,7 @@ def test_diagnose_reads_a_truncated_log(log, fastclip_):
     file.write_bytes(file.read_bytes()[:-40])
     status, out, err = fastclip_("diagnose", log)
     assert status == 1 and "rank 1: the batch of rank 1" in out
-    assert err == f"fastclip: {file}:102: the last line is incomplete and was left out\n"
+    assert err == f"fastclip: {file}:102: the last line is incomplete and was ignored\n"
 
 
 def test_commands_accept_a_log_without_steps(tmp_path, fastclip_):

@@ -16,13 +16,13 @@ from torch import Tensor
 from ..async_copy import Value
 
 BUCKETS = 64  # of the histogram of integers: value modulo 64, so exact for up to 64 classes
-_FEW = 1024  # numbers that are looked at in Python
-_DEPTH = 6  # levels of a batch that are looked through
+_FEW = 1024  # numbers that are measured in Python
+_DEPTH = 6  # levels of a batch that are searched
 _MEASURED = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
-_MAX_TENSORS = 16  # of a batch; a tree of thousands of tensors is not looked through each step
+_MAX_TENSORS = 16  # of a batch; a tree of thousands of tensors is not searched in each step
 
 
 class Shape(NamedTuple):

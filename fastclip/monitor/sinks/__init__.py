@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the monitor's records go: JSON lines, TensorBoard, any object that logs; and back from a log."""
+"""Sinks of the monitor's records: JSON lines, TensorBoard, any object that logs. A log can be read back."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 from .adapters import LogSink, takes_log
@@ -27,30 +27,30 @@ __all__ = [
 
 @runtime_checkable
 class Sink(Protocol):
-    """What takes records. It may raise any Exception: the others and the training go on."""
+    """Takes records. It may raise any Exception: other sinks and the training continue."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take the record of a step. It is the other sinks' too and must stay as it is."""
+        """Take the record of a step, which other sinks get too: it must not be changed."""
 
     def flush(self) -> None:
-        """Bring what was written to where it outlives this process and, if it can, the machine."""
+        """Make what was written outlive this process and, if possible, a crash of the machine."""
 
     def close(self) -> None:
-        """Flush and let go. A second call does nothing."""
+        """Flush and release all resources. A second call does nothing."""
 
 
 def as_sink(target: object) -> Sink:
-    """The object itself if it is a Sink; else a sink that writes to it.
+    """Return the object itself if it is a Sink, else a sink that writes to it.
 
     Args:
         target: a Sink; or a writer with ``add_scalar``, such as TensorBoard's SummaryWriter; or an object or
             module with ``log(dict, step=...)`` or ``log(dict)``, such as a run of W&B or Trackio.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: it is something else.
     """
     if not isinstance(target, type):
-        # An open file has a sink's methods too, but takes text.
+        # An open file has the methods of a sink too, but takes text.
         if isinstance(target, Sink) and not hasattr(target, "readline"):
             return target
         if callable(getattr(target, "add_scalar", None)):
@@ -64,7 +64,7 @@ def as_sink(target: object) -> Sink:
     )
 
 
-class _Guarded:
+class _CountedSink:
     """A sink, and how often it has failed."""
 
     def __init__(self, target: object) -> None:
@@ -74,19 +74,20 @@ class _Guarded:
         self.last = ""
         self.failures = 0
 
-    def note(self, error: Exception, step: object) -> str | None:
-        """Count it; the sentence to warn with, if it is the first."""
+    def count(self, error: Exception, step: object) -> str | None:
+        """Count a failure; return a warning if it is the first."""
         self.failures += 1
         self.last = f"at step {step} with {type(error).__name__}: {error}"
         if self.failures > 1:
             return None
         self.first_step = step
         return (
-            f"{self.name} failed {self.last}. It is called again for each further step, further failures are "
-            "counted and told when it is closed, and the training goes on"
+            f"{self.name} failed {self.last}. Training continues. The sink is called again in each step; the "
+            "number of further failures is reported when it is closed"
         )
 
     def summary(self) -> str | None:
+        """Return a warning of all failures but the first, if there were any."""
         if self.failures < 2:
             return None
         return (
@@ -98,52 +99,52 @@ class _Guarded:
 class SinkGroup:
     """Several sinks as one that never raises an Exception.
 
-    A sink that fails is called again at the next step, since a disk that is full or a server that is away may
-    come back; it has lost the records in between. Its first failure is a warning, further ones are counted
-    and told when it is closed. KeyboardInterrupt and the like pass through.
+    A sink that fails is called again in the next step, since a full disk or an unreachable server may
+    recover; it loses the records in between. Its first failure is a warning, the number of further ones is
+    reported when it is closed. KeyboardInterrupt and the like are not caught.
 
     Args:
-        sinks: what :func:`as_sink` takes, each.
+        sinks: objects that :func:`as_sink` takes.
 
     Attributes:
         failures: how many calls of sinks have failed.
 
     Raises:
-        TypeError: one of them is no sink.
+        TypeError: one of them is not a sink.
     """
 
     def __init__(self, sinks: Iterable[object] = ()) -> None:
-        self._sinks = [_Guarded(sink) for sink in sinks]
+        self._sinks = [_CountedSink(sink) for sink in sinks]
         self._step: object = None
         self._closed = False
 
     @property
     def failures(self) -> int:
-        return sum(guarded.failures for guarded in self._sinks)
+        return sum(counted.failures for counted in self._sinks)
 
     def write(self, record: dict[str, Any]) -> None:
         self._step = record.get("step")
-        self._call(lambda sink: sink.write(record))
+        self._call("write", record)
 
     def flush(self) -> None:
-        self._call(lambda sink: sink.flush())
+        self._call("flush")
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._call(lambda sink: sink.close())
-        for guarded in self._sinks:
-            if (message := guarded.summary()) is not None:
+        self._call("close")
+        for counted in self._sinks:
+            if (message := counted.summary()) is not None:
                 warnings.warn(message, stacklevel=2)
 
-    def _call(self, method: Callable[[Sink], None]) -> None:
+    def _call(self, method: str, *arguments: Any) -> None:
         messages = []
-        for guarded in self._sinks:
+        for counted in self._sinks:
             try:
-                method(guarded.sink)
+                getattr(counted.sink, method)(*arguments)
             except Exception as error:
-                messages.append(guarded.note(error, self._step))
+                messages.append(counted.count(error, self._step))
         # After all have been called: a filter may make the warning an error.
         for message in messages:
             if message is not None:

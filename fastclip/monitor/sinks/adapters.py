@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Records to an object with ``log(dict, step=...)``, such as a run of W&B or Trackio, or their modules."""
+"""A sink for objects with ``log(dict, step=...)``, such as a run of W&B or Trackio, or their modules."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ PREFIX = "fastclip/"
 class LogSink:
     """Logs the numbers of each record as one flat dict.
 
-    The names are TensorBoardSink's tags behind "fastclip/", so that they stand together and meet no name of
+    The names are TensorBoardSink's tags with the prefix "fastclip/", which keeps them together and apart from
     the user's: ``{"fastclip/step": 17, "fastclip/loss": 2.3, "fastclip/gradient/total_norm": 0.8, ...}``.
-    Events are there as running counts by kind; text and lists are left out. The run stays the caller's: it is
-    neither flushed nor closed.
+    Events are logged as running counts by kind; text and lists are omitted. The run remains the caller's: it
+    is neither flushed nor closed.
 
-    W&B drops what is logged with a step lower than one it has seen, and a record comes one step late from a
-    GPU. So a training that logs with ``step=`` too must mean the optimizer's steps by it, and log after
-    ``optimizer.step()``. Otherwise nobody may pass a step, or W&B drops the training's own numbers: use
+    W&B drops numbers whose step is lower than one it has seen, and on a GPU a record comes one step late. So
+    if the training logs with ``step=`` too, it has to count optimizer steps and log after
+    ``optimizer.step()``. Otherwise no one may pass a step, or W&B drops the training's own numbers: use
     ``LogSink(run, pass_step=False)`` and ``run.define_metric("fastclip/*", step_metric="fastclip/step")``.
 
     Args:
-        target: has ``log``.
-        pass_step: whether to give the step as the argument ``step`` too. None: if ``log`` takes it.
+        target: an object with ``log``.
+        pass_step: whether to pass the argument ``step`` too. None: if ``log`` takes it.
 
     Raises:
-        TypeError: target has no ``log`` that takes a dict, or none that takes ``step`` if that is demanded.
+        TypeError: target has no ``log`` that takes a dict, or, with pass_step, none that takes ``step``.
     """
 
     def __init__(self, target: Any, *, pass_step: bool | None = None) -> None:
@@ -53,14 +53,14 @@ class LogSink:
             self._target.log(data)
 
     def flush(self) -> None:
-        """Nothing: the run decides."""
+        """Do nothing: the run decides when to flush."""
 
     def close(self) -> None:
-        """Nothing: the run is the caller's to finish."""
+        """Do nothing: the caller finishes the run."""
 
 
 def takes_log(target: object, pass_step: bool | None = None) -> bool:
-    """Whether target has a ``log`` that takes a dict alone, or also ``step``, which a logger's does not."""
+    """Return whether target has a ``log`` that takes a dict, and ``step`` if pass_step; a logger has not."""
     log = getattr(target, "log", None)
     if not callable(log):
         return False
@@ -71,7 +71,7 @@ def takes_log(target: object, pass_step: bool | None = None) -> bool:
 def _binds(log: Any, **arguments: int) -> bool:
     try:
         signature = inspect.signature(log)
-    except (TypeError, ValueError):  # compiled, without one: a logarithm, such as that of a tensor
+    except (TypeError, ValueError):  # compiled functions have none, such as the logarithm of a tensor
         return False
     try:
         signature.bind({}, **arguments)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A log of JSON lines, one file a rank, that a kill, a full disk or a resumed run leaves readable.
+"""A log of JSON lines, one file per rank, which stays readable after a kill, a full disk or a resumed run.
 
-``rank00000.jsonl`` holds one JSON object a line; when it is full the log goes on in ``rank00000.1.jsonl``,
-``rank00000.2.jsonl`` and so on, and no file is ever renamed. A line with the key ``fastclip_log``, the
-version of the format, is a header: the first line of every file is one, and each opening adds one. All other
-lines are records. JSON has no numbers NaN and Inf: they stand as "NaN", "Infinity" and "-Infinity".
+``rank00000.jsonl`` holds one JSON object per line; when it is full the log continues in
+``rank00000.1.jsonl``, ``rank00000.2.jsonl`` and so on, and no file is ever renamed. A line with the key
+``fastclip_log``, the version of the format, is a header: the first line of every file is one, and each
+opening adds one. All other lines are records. JSON has no numbers NaN and Inf: they are written as "NaN",
+"Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def is_log_name(name: str) -> bool:
 
 
 def log_files(directory: Path) -> list[tuple[int, int, Path]]:
-    """The files of a log as (rank, number, path), in the order in which they were written."""
+    """Return the files of a log as (rank, number, path), in the order of writing."""
     found = []
     for path in directory.iterdir():
         if match := _NAME.fullmatch(path.name):
@@ -46,9 +47,9 @@ def log_files(directory: Path) -> list[tuple[int, int, Path]]:
 class JsonlSink:
     """Appends records to the log of one rank, each with one write() to the operating system.
 
-    What was written outlives the process at once, and a crash of the machine after flush(). A run that
-    resumes into the same directory appends; a line that its forerunner left torn is cut off. A record that
-    could be written in part only is cut off at the next one. Not for several threads or processes at once.
+    What was written outlives the process at once, and a crash of the machine after flush(). A run that is
+    resumed with the same directory appends; a torn last line of the earlier run is cut off. A record that
+    could be written only in part is cut off at the next one. One sink serves one thread of one process.
 
     Args:
         directory: where the files go; made if missing.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reading a log of JSON lines: what a killed run or a resumed one left is read, what is damaged is told."""
+"""Reading a log of JSON lines, also of a killed or a resumed run; damage is reported."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class LogError(ValueError):
 
 
 class _NoHeaderYet(LogError):
-    """A file whose first line was never completed: its run was killed just then."""
+    """A file whose first line is incomplete, because its run was killed while writing it."""
 
 
 @dataclass
 class Log:
-    """What read_log found.
+    """The contents of a log, see :func:`read_log`.
 
     Attributes:
         records: the records of each rank, by step; of a step that occurs twice, the one written later.
         headers: the newest header of each rank.
-        warnings: sentences on what was left out.
+        warnings: sentences on what was ignored.
     """
 
     records: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
@@ -52,8 +52,8 @@ def read_log(path: str | os.PathLike[str]) -> Log:
         path: the directory, for all ranks and all their files, or one file.
 
     Raises:
-        LogError: missing, unreadable, empty, no log, of a later version, or damaged other than at the end of
-            a file.
+        LogError: it is missing, unreadable, empty, not a log, of a later version, or damaged elsewhere
+            than at the end of a file.
     """
     path = Path(path)
     try:
@@ -84,7 +84,7 @@ def _read_file(file: Path, log: Log) -> None:
         if not line.endswith(b"\n"):
             if header is None:
                 raise _NoHeaderYet(f"{file}: not a log of fastclip, or its run ended in the first line")
-            log.warnings.append(f"{where}: the last line is incomplete and was left out")
+            log.warnings.append(f"{where}: the last line is incomplete and was ignored")
             break
         value = _parse(line, where, is_first=header is None)
         if header is None or VERSION_KEY in value:
@@ -134,7 +134,7 @@ def _require_header(value: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _by_step(records: list[dict[str, Any]], rank: int, warnings: list[str]) -> list[dict[str, Any]]:
-    """In the order of steps, each once. A record without a step stays behind the one it followed."""
+    """Return the records by step, each step once. A record without a step stays behind its predecessor."""
     kept: dict[Any, tuple[int, dict[str, Any]]] = {}
     step, repeated = -1, 0
     for place, record in enumerate(records):

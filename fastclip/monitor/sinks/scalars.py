@@ -35,7 +35,7 @@ TAGS = {
 
 
 def scalars_of(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record by tag; non-finite ones too. Text, lists and unknown keys are left out."""
+    """Return the numbers of a record by tag, non-finite ones too, without text, lists and unknown keys."""
     found: dict[str, float] = {}
     for key, tag in TAGS.items():
         value = record.get(key)
@@ -57,7 +57,7 @@ def _collect(value: Any, tag: str, found: dict[str, float]) -> None:
 
 
 def count_events(record: dict[str, Any], counts: Counter[str]) -> dict[str, float]:
-    """Add the record's events to the counts by kind; the new counts of its kinds by tag."""
+    """Add the record's events to the counts by kind; return the new counts of its kinds by tag."""
     kinds = [str(event["kind"]) for event in record.get("events") or ()]
     counts.update(kinds)
     return {f"events/{kind}": float(counts[kind]) for kind in kinds}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Records to TensorBoard.
+"""A sink for TensorBoard.
 
-Tags, which stay as they are:
+The tags are public and do not change:
 
 | tag | of the record |
 |---|---|
@@ -32,8 +32,8 @@ Tags, which stay as they are:
 | events/<kind> | how many events of the kind since the sink was made, at steps that had one |
 | events | text: a step's events |
 
-TensorBoard keeps scalars in float32: NaN and Inf as such, which its charts leave out (nan_count and inf_count
-are there to be seen), and numbers beyond 3.4e38 as Inf.
+TensorBoard keeps scalars in float32: NaN and Inf as such, which its charts do not draw (see nan_count and
+inf_count), and numbers beyond 3.4e38 as Inf.
 """
 
 from __future__ import annotations
@@ -56,16 +56,15 @@ class TensorBoardSink:
 
     Args:
         log_dir_or_writer: directory of the event files, made if missing; or a writer with ``add_scalar`` and
-            perhaps ``add_histogram`` and ``add_text``. A writer stays the caller's: close() flushes it only.
-        every: steps from one record whose numbers are written to the next: each number costs torch's writer
-            about 0.1 ms. Events are written at every step.
-        histogram_every: steps from a histogram of gradient norms to the next; None for no histograms.
-        purge_step: the first step of a resumed run: TensorBoard hides what earlier files of log_dir have from
-            there on.
+            perhaps ``add_histogram`` and ``add_text``, which the caller closes: close() only flushes it.
+        every: steps between two records whose numbers are written: each number costs torch's writer about
+            0.1 ms. Events are written at every step.
+        histogram_every: steps between two histograms of gradient norms; None for no histograms.
+        purge_step: the first step of a resumed run: TensorBoard hides this and later steps of older files.
 
     Raises:
         ImportError: no writer is given and tensorboard is not installed.
-        TypeError: neither a path nor a writer.
+        TypeError: the argument is neither a path nor a writer.
         ValueError: every or histogram_every is not positive; purge_step is given together with a writer.
     """
 
@@ -110,7 +109,7 @@ class TensorBoardSink:
         self._write_histogram(record, step)
 
     def flush(self) -> None:
-        """Hand the events to the operating system, if the writer can."""
+        """Pass the events to the operating system, if the writer can."""
         if not self._closed and callable(flush := getattr(self._writer, "flush", None)):
             flush()
 
@@ -141,7 +140,7 @@ class TensorBoardSink:
 
 
 def _is_due(step: int | None, last: int | None, every: int) -> bool:
-    """Whether step is `every` steps after the last one; or before it, where a resumed run repeats steps."""
+    """Return whether step is `every` steps after the last one, or before it, as when a run was resumed."""
     return step is None or last is None or not last <= step < last + every
 
 
