@@ -42,7 +42,7 @@ class StepMerger:
 
     @property
     def restarts_often(self) -> bool:
-        """Whether the numbers restart again and again: they count within an epoch, and are no steps."""
+        """Whether the numbers restart again and again, since they count within an epoch."""
         return self.restarts > 1 and self.repeated > len(self._records) / 2
 
     def records(self) -> list[Record]:

@@ -130,7 +130,7 @@ def test_infer_events_warns_of_a_nonfinite_norm_that_recovers():
     ]
     rows = calm(20)
     rows[3].loss = NAN
-    assert [e.severity for e in events(rows)] == ["error"], "a loss that is NaN is no overflow"
+    assert [e.severity for e in events(rows)] == ["error"], "a NaN loss is not an overflow"
 
 
 def scaled(scales, bad, every=1):

@@ -179,7 +179,7 @@ def test_diagnose_names_the_rank_and_the_samples_of_a_bad_batch(bad):
         str(i).startswith(f"r{bad}s") for i in first.sample_ids
     )
     assert [f.cause for f in found.findings].count("nonfinite_batch") == 1
-    for record in logs[bad]:  # what the ranks tell each other is enough to find the samples
+    for record in logs[bad]:  # what the ranks exchange is enough to find the samples
         record.events = [e for e in record.events if e.kind != "bad_batch"]
     assert diagnose(logs).findings[0].sample_ids == first.sample_ids[:64]
     # One log alone names the rank; samples only if they are its own.
@@ -246,7 +246,7 @@ def test_recommend_counts_the_clipped_shares():
 def test_recommend_takes_the_next_lower_value_when_events_persist():
     norms = scattered(1000, middle=2.0)
     assert recommend(limited(norms, 1.0)).max_norm > 2.0
-    assert recommend(limited(norms, 1.0, events=[500])).max_norm > 2.0  # one is no persistence
+    assert recommend(limited(norms, 1.0, events=[500])).max_norm > 2.0  # one event does not persist
     found = recommend(limited(norms, 1.0, events=[500, 700]))
     assert found.max_norm == 0.5 and "persist at max_norm 1: the next lower" in found.reading[-1]
     of_the_data = limited(norms, 1.0, events=[500, 700])

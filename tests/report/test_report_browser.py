@@ -253,19 +253,19 @@ def test_chart_draws_the_extremes_of_each_pixel_column(ranks):
         values = rng.normal(size=len(at)) * 10.0
         odd = rng.choice(len(at), 6, replace=False)
         values[odd] = [NAN, NAN, INF, INF, -INF, -INF]
-        told = [
+        spelled = [
             "NaN" if math.isnan(v) else "Infinity" if v == INF else "-Infinity" if v == -INF else v
             for v in values
         ]
         y, marks, x, size = ranks.run(
-            "const [at, told, count, columns, isLog] = arguments;"
+            "const [at, spelled, count, columns, isLog] = arguments;"
             "const steps = Float64Array.from({length: count}, (_, i) => i);"
-            "const series = {at, values: told.map(Number), breaks: []};"
+            "const series = {at, values: spelled.map(Number), breaks: []};"
             "const slots = makeSlots(steps, -0.5, count - 0.5, columns);"
             "const {y, marks} = fillSlots(series, slots, steps, isLog);"
             "return [Array.from(y, (v) => v === undefined ? 'none' : v), marks, slots.x, slots.size]",
             at.tolist(),
-            told,
+            spelled,
             count,
             columns,
             is_log,

@@ -85,19 +85,22 @@ def recommend(records: Sequence[Record], window_steps: int = _WINDOW) -> Recomme
     # No limit helps against NaN in the data.
     events = [e for e in events if e.severity != "info" and e.step not in bad_batches]
     proposal = _round(quantiles[0.95])
-    lower = False
-    if present is not None and present > 0:
-        here = {r.step for r in window if r.max_norm == present}
-        lower = len({e.step for e in events if e.step in here or e.kind == "nonfinite"}) > 1
-        lower = lower and proposal > next_lower(present)
-        if lower:
-            proposal = next_lower(present)
+    lower = present is not None and _persist(events, window, present) and proposal > next_lower(present)
+    if present is not None and lower:
+        proposal = next_lower(present)
     limits = {_round(proposal * factor) for factor in _NEIGHBOURS} | {proposal}
     limits |= {present} if present is not None else set()
     clipped = {limit: sum(n > limit for n in norms) / len(norms) for limit in sorted(limits)}
     result = Recommendation(proposal, quantiles, clipped, present, start, len(window), events)
     result.reading = _read(result, window, lower)
     return result
+
+
+def _persist(events: Sequence[Event], window: Sequence[Record], limit: float) -> bool:
+    """Return whether two steps or more with this limit, or with NaN or Inf, have events of instability."""
+    at_limit = {r.step for r in window if r.max_norm == limit}
+    steps = {e.step for e in events if e.step in at_limit or e.kind == "nonfinite"}
+    return limit > 0 and len(steps) > 1
 
 
 def warm_up_steps(records: Sequence[Record]) -> int:
