@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read a page of the documentation and run what it shows, for test_docs.py.
+"""Run a page of the documentation, for test_docs.py.
 
-A page runs in a process of its own, in an empty directory: its ```python blocks from top to bottom in one
-namespace, its ```console blocks where they stand between them. The processes are forked from one that has
-imported fastclip, since an import of torch takes longer than most pages. A ```python block whose first line
-is `# NAME.py` is a file: it is written, not run, and something below has to use it. ```sh is shown only, and
-looked through; ```text is free; no other fence may be there.
+A page runs in its own process and an empty directory: its ```python blocks from top to bottom in one
+namespace, its ```console blocks where they are between them. The processes are forked from one that has
+imported fastclip, since importing torch takes longer than running most pages. A ```python block whose first
+line is `# NAME.py` is a file: it is written, not run, and a later block has to use it. ```sh blocks are only
+checked, ```text blocks are ignored, and there may be no other fences.
 """
 
 import ast
@@ -53,13 +53,13 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The name of the file that a Python block is, or None if it is to be run."""
+        """The name of the file that a Python block contains; None if the block is run."""
         found = re.match(r"# (\w+\.py)\n", self.text)
         return found[1] if found and self.language == "python" else None
 
 
 def read(path: Path) -> tuple[list[Block], list[str]]:
-    """The fenced blocks of a page, and its other lines (blank where a block is)."""
+    """Return the fenced blocks of a page and its other lines (blank where a block is)."""
     blocks: list[Block] = []
     prose: list[str] = []
     opened: tuple[str, int] | None = None
@@ -84,7 +84,7 @@ def read(path: Path) -> tuple[list[Block], list[str]]:
 
 @dataclass(frozen=True)
 class Command:
-    """A line `$ ...` of a console block, the exit status it must have, and the lines shown below it."""
+    """A line `$ ...` of a console block, its expected exit status, and the lines shown below it."""
 
     text: str
     status: int
@@ -93,7 +93,7 @@ class Command:
 
 
 def commands(block: Block) -> Iterator[Command]:
-    """The commands of a console block."""
+    """Yield the commands of a console block."""
     lines = block.text.splitlines()
     status, i = 0, 0
     while i < len(lines):
@@ -118,7 +118,7 @@ def commands(block: Block) -> Iterator[Command]:
 
 
 def pattern(line: str) -> re.Pattern:
-    """What a shown line matches: any number for a number, any text for `...`, any space for space."""
+    """Return a pattern for a shown line: a number matches any number, `...` any text, space any space."""
     parts, end = [], 0
     line = line.strip()
     for token in _TOKEN.finditer(line):
@@ -128,9 +128,9 @@ def pattern(line: str) -> re.Pattern:
 
 
 def missing(shown: list[str], output: str) -> str | None:
-    """The first line shown that the output has not, in the order shown; None if it has them all.
+    """Return the first shown line that is missing in the output, in the order shown, or None.
 
-    Lines between them may be left out, with or without a line `...`.
+    The output may have other lines in between, with or without a shown line `...`.
     """
     lines = iter(re.split(r"[\n\r]+", output))
     for line in shown:
@@ -141,7 +141,7 @@ def missing(shown: list[str], output: str) -> str | None:
 
 
 def absent(blocks: list[Block]) -> list[str]:
-    """The packages that a page needs, by its code and its commands, and that are not installed."""
+    """Return the packages that the code and the commands of a page need and that are not installed."""
     found: set[str] = set()
     for block in blocks:
         if block.language == "python":
@@ -156,9 +156,10 @@ def absent(blocks: list[Block]) -> list[str]:
 
 
 def run(path: Path, directory: Path, before: str = "") -> None:
-    """Run a page in a directory, after code that it takes for granted.
+    """Run a page in a directory, after the code `before`.
 
-    Raises AssertionError with the line that is wrong.
+    Raises:
+        AssertionError: with the line that is wrong.
     """
     blocks, _ = read(path)
     commands_at = shims(directory.with_name(directory.name + "_bin"))
@@ -217,7 +218,7 @@ class Page:
             assert ends == 0, f"{self.path.name}: the process ends with {ends}"
 
     def execute(self, block: Block) -> None:
-        """Run a Python block after those before it."""
+        """Run a Python block in the namespace of the blocks before it."""
         where = f"{self.path.name}:{block.line}"
         self.connection.send((block.text, block.line))
         try:
@@ -229,7 +230,7 @@ class Page:
         assert problem is None, f"{where}\n{problem}"
 
     def shell(self, text: str) -> tuple[int, str]:
-        """Run a command as bash would: its status, and what it printed.
+        """Run a command as bash would; return its status and output.
 
         A plain `fastclip ...` or `python FILE.py ...` does not need a shell, nor an import of torch.
         """
@@ -271,7 +272,7 @@ class Page:
 
 
 def notebook(path: Path) -> dict:
-    """The page as a notebook: its text in cells of markdown, its code in cells of code, a command by `!`."""
+    """Return a page as a notebook: text in Markdown cells, code in code cells, commands as `!` lines."""
     cells: list[dict] = []
     text = path.read_text(encoding="utf-8")
     for number, part in enumerate(re.split(r"^```(python|console)\n(.*?)^```\n", text, flags=re.M | re.S)):
@@ -294,13 +295,13 @@ def notebook(path: Path) -> dict:
 
 
 def write_notebook(path: Path) -> None:
-    """Beside the page: `python tests/helpers/pages.py` does it for the quick start."""
+    """Write the notebook of a page next to it."""
     text = json.dumps(notebook(path), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
     path.with_suffix(".ipynb").write_text(text, encoding="utf-8")
 
 
 def shims(directory: Path) -> Path:
-    """A directory for PATH, in which `fastclip` and `python` are those of this interpreter."""
+    """Make a directory for PATH in which `fastclip` and `python` are those of this interpreter."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     for name, more in (("fastclip", " -m fastclip"), ("python", "")):
@@ -311,7 +312,7 @@ def shims(directory: Path) -> Path:
 
 
 def _enter(directory: str, environment: dict[str, str]) -> None:
-    """Make this forked process what a fresh one in the directory would be."""
+    """Make this forked process equal to a fresh one in the directory."""
     import torch
 
     os.environ.clear()
@@ -322,7 +323,7 @@ def _enter(directory: str, environment: dict[str, str]) -> None:
 
 
 def _serve_blocks(connection, path: str, directory: str, environment: dict[str, str]) -> None:
-    """Run blocks as they come until the other side closes; answer None, or what went wrong."""
+    """Run blocks until the other side closes the connection; answer None or the error of each."""
     _enter(directory, environment)
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -345,7 +346,7 @@ def _serve_blocks(connection, path: str, directory: str, environment: dict[str, 
 
 
 def _serve_command(words: list[str], directory: str, environment: dict[str, str], record: str) -> None:
-    """Run `fastclip ...` or `python FILE.py ...`, its output into a file, and end with its status."""
+    """Run `fastclip ...` or `python FILE.py ...` with its output in a file; exit with its status."""
     import runpy
 
     with open(record, "wb") as file, open(os.devnull, "rb") as nothing:

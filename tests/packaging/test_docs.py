@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every page of the documentation runs as it stands, and its links, commands and names are true.
+"""The pages of the documentation run as they are, and their links, commands and names are valid.
 
-pages.py says how a page is run, and what it may hold.
+helpers/pages.py runs a page and says what a page may contain.
 """
 
 import ast
@@ -33,7 +33,7 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-# The recipes of the README are short, and say that these are the reader's own.
+# What the README says is the reader's own.
 YOURS = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
@@ -44,7 +44,7 @@ loss_function, device = torch.nn.MSELoss(), "cpu"
 
 
 @pytest.mark.parametrize("path", SHOWN, ids=name)
-def test_a_page_runs_from_top_to_bottom(path, tmp_path):
+def test_page_runs_from_top_to_bottom(path, tmp_path):
     blocks, _ = pages.read(path)
     if missing := pages.absent(blocks):
         pytest.skip(f"the page needs {', '.join(missing)}")
@@ -54,7 +54,7 @@ def test_a_page_runs_from_top_to_bottom(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", [*SHOWN, ROOT / "CONTRIBUTING.md"], ids=name)
-def test_a_page_holds_only_blocks_of_the_known_kinds(path):
+def test_page_has_only_known_kinds_of_blocks(path):
     blocks, prose = pages.read(path)
     unknown = [
         f"line {b.line}: {b.language or 'no language'}" for b in blocks if b.language not in pages.LANGUAGES
@@ -71,7 +71,7 @@ def lines_of(language: str, path: Path) -> list[tuple[Block, str]]:
 
 
 def faults_of_a_launch(line: str, files: set[str]) -> list[str]:
-    """What is wrong with a line that no test can run, as far as that can be seen without running it."""
+    """Return what is wrong with a launch command, as far as can be checked without running it."""
     line = re.sub(r"\s+#.*", "", line).strip()
     plain = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line)
     faults = []
@@ -98,7 +98,7 @@ def faults_of_a_launch(line: str, files: set[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SHOWN, ids=name)
-def test_commands_that_are_only_shown_are_right_as_far_as_can_be_seen(path):
+def test_sh_blocks_have_valid_commands(path):
     blocks, _ = pages.read(path)
     files = {block.file for block in blocks if block.file}
     found = [(line, faults_of_a_launch(line, files)) for _, line in lines_of("sh", path)]
@@ -119,7 +119,7 @@ def test_commands_that_are_only_shown_are_right_as_far_as_can_be_seen(path):
         ("fastclip report runs/1", f"begins with none of {', '.join(LAUNCHES)}"),
     ],
 )
-def test_a_wrong_command_is_seen(line, fault):
+def test_faults_of_a_launch_finds_invalid_commands(line, fault):
     assert faults_of_a_launch(line, set()) == ([fault] if fault else [])
 
 
@@ -134,11 +134,11 @@ def test_a_wrong_command_is_seen(line, fault):
         ("step 4", "steps 4", False),
     ],
 )
-def test_output_is_compared_with_numbers_and_dots_as_wildcards(shown, real, same):
+def test_missing_treats_numbers_and_dots_as_wildcards(shown, real, same):
     assert (pages.missing([shown], f"first\n{real}\nlast") is None) is same
 
 
-def test_shown_lines_stand_in_the_order_of_the_output():
+def test_missing_requires_the_order_of_the_output():
     assert pages.missing(["a", "...", "c"], "a\nb\nc\n") is None
     assert pages.missing(["a", "", "...", "b"], "a\n\nb\n") is None
     assert pages.missing(["c", "a"], "a\nb\nc\n") == "a"
@@ -160,7 +160,7 @@ $ exit 4
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("", "", None),
         ("torch.ones(2)", "touch.ones(2)", "NameError"),
@@ -176,19 +176,19 @@ $ exit 4
         ("$ exit 4\n```", "$ exit 4\n", "never closed"),
     ],
 )
-def test_a_page_that_is_wrong_fails(tmp_path, old, new, said):
+def test_run_fails_on_a_wrong_page(tmp_path, old, new, message):
     path, directory = tmp_path / "page.md", tmp_path / "page"
     directory.mkdir()
     assert old in GOOD
     path.write_text(GOOD.replace(old, new, 1) if old else GOOD, encoding="utf-8")
-    if said is None:
+    if message is None:
         pages.run(path, directory)
     else:
-        with pytest.raises(AssertionError, match=re.escape(said)):
+        with pytest.raises(AssertionError, match=re.escape(message)):
             pages.run(path, directory)
 
 
-def test_a_page_writes_files_and_runs_commands_on_them(tmp_path):
+def test_run_writes_files_and_runs_commands_on_them(tmp_path):
     path, directory = tmp_path / "page.md", tmp_path / "page"
     directory.mkdir()
     text = """
@@ -219,7 +219,7 @@ fastclip: ...
 
 
 def slugs(path: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     found: dict[str, int] = {}
     anchors = set()
     for line in pages.read(path)[1]:
@@ -232,14 +232,14 @@ def slugs(path: Path) -> set[str]:
 
 
 def links(path: Path) -> list[str]:
-    """The targets of a page's links and pictures."""
+    """Return the targets of a page's links and images."""
     text = "\n".join(pages.read(path)[1])
     text = re.sub(r"`[^`\n]*`", lambda code: "x" * len(code[0]), text)
     return re.findall(r"\]\(\s*([^)\s]+)[^)]*\)", text) + re.findall(r"(?:href|src)=\"([^\"]+)\"", text)
 
 
 def broken(path: Path) -> list[str]:
-    """The links of a page that lead nowhere in the repository, or to a heading that is not there."""
+    """Return the links of a page to files or headings that do not exist in the repository."""
     bad = []
     for link in links(path):
         if re.match(r"https://", link):
@@ -254,13 +254,13 @@ def broken(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", LINKED, ids=name)
-def test_every_link_leads_somewhere(path):
+def test_links_of_page_resolve(path):
     assert not broken(path)
     definitions = [line for line in pages.read(path)[1] if re.match(r"\s*\[[^\]]+\]:\s", line)]
-    assert not definitions, "links are written in place, or no test sees them"
+    assert not definitions, "write links inline: no test checks reference links"
 
 
-def test_a_link_that_leads_nowhere_is_seen(monkeypatch, tmp_path):
+def test_broken_finds_links_that_do_not_resolve(monkeypatch, tmp_path):
     monkeypatch.setattr("test_docs.ROOT", tmp_path)
     (tmp_path / "other.md").write_text("# The `name`, twice\n## A\n## A\n", encoding="utf-8")
     page = tmp_path / "page.md"
@@ -272,11 +272,18 @@ def test_a_link_that_leads_nowhere_is_seen(monkeypatch, tmp_path):
     assert broken(page) == ["othre.md", "other.md#the-names", "#there", "../x", "http://a.b", "k.svg"]
 
 
-def test_the_readme_is_one_that_is_read():
+def test_contributing_names_only_files_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:csrc|docs|fastclip|tests)/[\w/.-]*)`", text))
+    assert len(paths) > 20
+    assert not sorted(path for path in paths if "NAME" not in path and not (ROOT / path).exists())
+
+
+def test_readme_is_short():
     assert len(README.read_text(encoding="utf-8")) < 9000
 
 
-def test_every_page_is_in_the_index():
+def test_index_lists_every_page():
     index = ROOT / "docs" / "README.md"
     listed = {link.partition("#")[0] for link in links(index)}
     assert not {path.name for path in DOCS} - listed - {"README.md"}
@@ -285,13 +292,12 @@ def test_every_page_is_in_the_index():
 QUICK_START = ROOT / "docs" / "quick_start.md"
 
 
-def test_the_notebook_is_the_page():
+def test_notebook_is_generated_from_its_page():
     written = json.loads(QUICK_START.with_suffix(".ipynb").read_text(encoding="utf-8"))
-    assert written == pages.notebook(QUICK_START), "`python tests/helpers/pages.py` writes it anew"
+    assert written == pages.notebook(QUICK_START), "run `python tests/helpers/pages.py`"
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Its cells print what the page shows below its commands."""
+def test_notebook_prints_what_its_page_shows(tmp_path, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     directory = tmp_path / "notebook"
@@ -316,7 +322,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 
 
 def code() -> str:
-    """All that the README and the pages show as code: blocks, and the words between backticks."""
+    """Return all code in the README and the pages: blocks, and words between backticks."""
     text = []
     for path in SHOWN:
         blocks, prose = pages.read(path)
@@ -326,7 +332,7 @@ def code() -> str:
 
 
 def variables() -> set[str]:
-    """The environment variables that the package and its build read."""
+    """Return the environment variables that the package and its build read."""
     sources = [ROOT / "setup.py", *(ROOT / "fastclip").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
     text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     return set(re.findall(r"\"((?:FASTCLIP|TORCH_CUDA)_[A-Z_]+)\"", text)) - {"TORCH_CUDA_VERSION"}
@@ -336,7 +342,7 @@ PUBLIC = [fastclip, fastclip.policies, fastclip.monitor]
 
 
 def arguments(value: object) -> set[str]:
-    """The names of the arguments of a function, or of a class and its public methods."""
+    """Return the names of the arguments of a function, or of a class and its public methods."""
     if not callable(value):
         return set()
     found = set()
@@ -353,7 +359,7 @@ def arguments(value: object) -> set[str]:
 
 
 def members(value: object) -> set[str]:
-    """The public attributes and methods that a class of fastclip defines itself."""
+    """Return the public attributes and methods that a class defines itself."""
     if not inspect.isclass(value):
         return set()
     return {
@@ -362,7 +368,7 @@ def members(value: object) -> set[str]:
 
 
 def public() -> dict[str, set[str]]:
-    """Every public name with the names of its arguments and members."""
+    """Return every public name with the names of its arguments and members."""
     found = {}
     for module in PUBLIC:
         for key in module.__all__:
@@ -377,17 +383,17 @@ def public() -> dict[str, set[str]]:
 
 
 def classes_in(path: Path) -> dict[str, set[str]]:
-    """The classes of a file with what they are made with, without an import of what the file needs."""
+    """Return the classes of a file with the arguments of their constructors, without importing it."""
     found = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             starts = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
-            made_with = {a.arg for f in starts for a in (*f.args.args, *f.args.kwonlyargs)} - {"self"}
-            found[f"{path.stem}.{node.name}"] = {node.name, *made_with}
+            constructor = {a.arg for f in starts for a in (*f.args.args, *f.args.kwonlyargs)} - {"self"}
+            found[f"{path.stem}.{node.name}"] = {node.name, *constructor}
     return found
 
 
-# What other modules of fastclip call, and no user; GradStats are made by the pass alone.
+# Called by other modules of fastclip only. Users do not create GradStats.
 INTERNAL = {
     "fastclip.GradStats": {"nonfinite_per_rank", "inv_scale", "summary"},
     "fastclip.Handle": {"discard_prepared", "inside_scaler_step", "prepare"},
@@ -396,7 +402,7 @@ INTERNAL = {
 }
 
 
-def test_every_public_name_and_argument_is_documented():
+def test_pages_mention_every_public_name_and_argument():
     words = set(re.findall(r"\w+", code()))
     named = {where: names - INTERNAL.get(where, set()) for where, names in public().items()}
     assert {"fastclip.Monitor", "fastclip.policies.ZClip", "transformers.FastclipCallback"} <= set(named)
@@ -407,29 +413,28 @@ MONITOR = ROOT / "docs" / "monitor.md"
 
 
 def rows(path: Path) -> list[list[str]]:
-    """The cells of all tables of a page."""
+    """Return the cells of all tables of a page."""
     lines = [line for line in pages.read(path)[1] if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def test_the_meanings_of_a_record_are_those_of_the_code():
-    told = {cells[0].strip("` "): cells[1] for cells in rows(MONITOR) if len(cells) == 2}
+def test_monitor_page_has_the_meanings_of_all_record_fields():
+    documented = {cells[0].strip("` "): cells[1] for cells in rows(MONITOR) if len(cells) == 2}
     meanings = fastclip.monitor.MEANINGS
-    assert {name: told.get(name) for name in meanings} == meanings
+    assert {name: documented.get(name) for name in meanings} == meanings
 
 
-def test_every_detector_is_documented_with_its_thresholds():
-    told = {cells[0].strip("` "): cells for cells in rows(MONITOR) if len(cells) == 3}
+def test_monitor_page_has_every_detector_with_its_thresholds():
+    documented = {cells[0].strip("` "): cells for cells in rows(MONITOR) if len(cells) == 3}
     for detector in fastclip.monitor.default_detectors():
         parameters = inspect.signature(type(detector)).parameters.values()
         thresholds = ", ".join(f"{p.name}={p.default!r}" for p in parameters)
-        assert told[detector.kind][2] == f"`{type(detector).__name__}({thresholds})`"
-        named = set(re.findall(r"`(\w+)`", told[detector.kind][1]))
+        assert documented[detector.kind][2] == f"`{type(detector).__name__}({thresholds})`"
+        named = set(re.findall(r"`(\w+)`", documented[detector.kind][1]))
         assert named - {"info"} <= {p.name for p in parameters}
 
 
-def test_what_the_readme_shows_of_a_replay_is_what_its_page_runs():
-    """The one output in the README that no command there gives."""
+def test_readme_shows_the_replay_output_of_the_incidents_page():
     blocks, _ = pages.read(README)
     shown = [b.text for b in blocks if b.language == "text" and "$ fastclip replay" in b.text]
     assert len(shown) == 1
@@ -438,13 +443,13 @@ def test_what_the_readme_shows_of_a_replay_is_what_its_page_runs():
     assert command.split()[-1] in page and all(line in page for line in lines)
 
 
-def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
+def test_readme_figures_are_those_of_the_benchmarks_page():
     of_all = [cells for cells in rows(ROOT / "docs" / "benchmarks.md") if len(cells) >= 8]
     of_all = [[*cells[:4], *cells[5:7]] for cells in of_all]
     figures = [cells for cells in rows(README) if len(cells) == 6 and cells[3].endswith("x**")]
     assert len(figures) >= 5 and all(cells in of_all for cells in figures)
 
 
-def test_every_environment_variable_is_documented():
+def test_pages_mention_every_environment_variable():
     assert len(variables()) >= 4
     assert not variables() - set(re.findall(r"\w+", code()))

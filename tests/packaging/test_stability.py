@@ -28,7 +28,7 @@ def rows(heading: str) -> dict[str, str]:
     return {first.strip(" `"): second for first, second in cells[2:]}
 
 
-def test_every_public_name_is_listed_and_exists():
+def test_public_names_are_those_of_each_module():
     listed = rows("Public names")
     for module, names in listed.items():
         found = re.findall(r"`(\w+)`", names)
@@ -41,34 +41,34 @@ def test_every_public_name_is_listed_and_exists():
     assert {name for name in listed if "integrations" in name} == integrations - helpers
 
 
-def test_the_api_reference_has_every_public_module():
+def test_api_reference_has_every_public_module():
     text = "\n".join(path.read_text(encoding="utf-8") for path in (PAGE.parent / "reference").glob("*.rst"))
     modules = re.findall(r"^\.\. automodule:: (\S+)$", text, re.MULTILINE)
     assert sorted(modules) == sorted(rows("Public names"))
 
 
-def test_every_command_is_listed_with_the_exit_statuses_it_tells():
+def test_commands_have_the_exit_statuses_of_their_help():
     listed = rows("Commands")
     commands = {f"fastclip {module.__name__.rpartition('.')[2]}": module for module in _COMMANDS}
     assert set(listed) == set(commands)
     for name, module in commands.items():
-        told = re.search(r"Exit status: (.*?)\n\n", module.__doc__ + "\n\n", re.DOTALL)
-        own = set(re.findall(r"\b[0-3]\b", told[1])) if told else {"0"}
+        documented = re.search(r"Exit status: (.*?)\n\n", module.__doc__ + "\n\n", re.DOTALL)
+        own = set(re.findall(r"\b[0-3]\b", documented[1])) if documented else {"0"}
         assert set(re.findall(r"\b[0-3]\b", listed[name])) == own, name
 
 
-def test_the_formats_of_files_have_the_versions_it_tells():
+def test_file_formats_have_the_versions_of_the_code():
     text = " ".join(rows("Files").values())
     assert f"`{jsonl.VERSION_KEY}` {jsonl.FORMAT} " in text
     assert f"`{files.VERSION_KEY}` {files.FORMAT} " in text
 
 
-def test_every_tag_is_listed():
+def test_tags_are_those_of_the_scalars():
     section = TEXT.split("The tags of the scalars")[1].split("\n\n")[0]
     assert set(re.findall(r"`([\w/]+)`", section)) == set(TAGS.values())
 
 
-def test_the_oldest_versions_are_those_of_the_package():
+def test_oldest_versions_are_those_of_pyproject():
     listed = rows("Python and torch")
     project = (PAGE.parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     assert f'requires-python = ">={listed["Python"].split(" |")[0].strip()}"' in project
