@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """FSDP2 with fastclip: torchrun --standalone --nproc-per-node=2 examples/fsdp2.py
 
-A small model, sharded over all processes, on GPUs where there are some (NCCL), else on the CPU (gloo). The
-norm is that of the whole model and equal on every rank. Halfway, one rank meets a batch with a NaN. FSDP has
-averaged the gradients by then, so that the shards of all ranks hold it: the step is left out on every rank,
-and each can name parameters. The monitor tells on every rank whose batch it was, and there which samples.
+A small model, sharded over all processes, on GPUs if there are any (NCCL), otherwise on the CPU (gloo). The
+norm is that of the whole model and equal on every rank. Halfway through, one rank gets a batch with a NaN.
+FSDP averages the gradients before they are clipped, so that the shards of all ranks hold NaN: the step is
+skipped on every rank, and each rank can name parameters. The monitor reports on every rank whose batch it
+was, and on that rank also the samples.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import fastclip
 
 
 def make_model(device: str) -> nn.Module:
-    """Every block sharded by itself, then what is left."""
+    """Shard each block separately, then the remaining parameters."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
     model = nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 1)).to(device)
@@ -33,7 +34,7 @@ def make_model(device: str) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="FSDP2 with fastclip, to be started by torchrun")
+    parser = argparse.ArgumentParser(description="FSDP2 with fastclip; start it with torchrun")
     parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args().steps
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +48,7 @@ def main() -> None:
     monitor = fastclip.Monitor(model, optimizer, max_norm=1.0)
     handle = monitor.handle  # the optimizer is attached
 
-    generator = torch.Generator().manual_seed(rank)  # other batches on each rank
+    generator = torch.Generator().manual_seed(rank)  # different batches on each rank
     for step in range(steps):
         inputs = torch.randn(32, 16, generator=generator)
         if step == steps // 2 and rank == dist.get_world_size() - 1:
@@ -57,7 +58,7 @@ def main() -> None:
         loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
         monitor.loss(loss)
         loss.backward()
-        optimizer.step()  # clips by the norm of all ranks, or leaves the step out on all of them
+        optimizer.step()  # clips by the norm of all ranks, or skips the step on all of them
         optimizer.zero_grad()
         if rank == 0:
             stats = handle.stats
@@ -65,9 +66,9 @@ def main() -> None:
             if not handle.last_step_applied:
                 worst = ", ".join(tensor.name for tensor in stats.worst(2))
                 ranks = ", ".join(map(str, stats.nonfinite_ranks))
-                print(f"  left out: NaN or Inf in {worst} and others, on rank {ranks}", flush=True)
+                print(f"  skipped: NaN or Inf in {worst} and others, on rank {ranks}", flush=True)
     for finding in monitor.diagnose().findings[:1]:  # the likeliest cause
-        print(f"rank {rank} is told: {finding}", flush=True)
+        print(f"diagnosis on rank {rank}: {finding}", flush=True)
     monitor.close()
     dist.destroy_process_group()
 

@@ -214,9 +214,9 @@ def test_the_example(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(lines) == 12  # one rank prints
-    assert "left out: NaN or Inf in" in done.stdout and "on rank 0, 1" in done.stdout
-    assert "rank 0 is told: step 6, rank 1: the batch of rank 1 holds 1 NaN" in done.stdout
-    assert "rank 1 is told: step 6, rank 1: batch tensor batch holds 1 NaN" in done.stdout
+    assert "skipped: NaN or Inf in" in done.stdout and "on rank 0, 1" in done.stdout
+    assert "diagnosis on rank 0: step 6, rank 1: the batch of rank 1 holds 1 NaN" in done.stdout
+    assert "diagnosis on rank 1: step 6, rank 1: batch tensor batch holds 1 NaN" in done.stdout
     assert "samples rank1/192, rank1/193" in done.stdout
     first, last = (float(line.split("loss ")[1].split()[0]) for line in (lines[0], lines[-1]))
     assert last < first
