@@ -74,7 +74,7 @@ def outcomes():
 @pytest.mark.filterwarnings("ignore:the loss scale has fallen")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 @pytest.mark.parametrize("name", RUNS)
-def test_warned_in_time_with_the_right_cause(name, outcomes):
+def test_failing_run_has_a_timely_warning_and_the_right_cause(name, outcomes):
     outcome, (_, kind, cause) = outcomes(name), RUNS[name]
     exploded, warned = outcome.exploded, outcome.first(kind)
     assert warned is not None and warned == outcome.first()
@@ -97,13 +97,13 @@ def test_warned_in_time_with_the_right_cause(name, outcomes):
     ],
     ids=["transformer", "LSTM", "classifier"],
 )
-def test_nothing_is_said_of_the_same_trainings_when_they_are_healthy(run):
+def test_healthy_run_of_the_same_training_has_no_events(run):
     outcome = run()
     assert [str(e) for e in outcome.monitor.events] == []
     assert outcome.losses[-1] < outcome.losses[0]
 
 
-def test_the_guilty_samples_are_named(outcomes):
+def test_diagnosis_names_the_samples_of_the_bad_batch(outcomes):
     finding = outcomes("NaN feature").monitor.diagnose().findings[0]
     assert finding.step == 40 and finding.sample_ids == list(range(1280, 1312))
     assert "holds 1 NaN and 0 Inf" in finding.text
@@ -111,14 +111,14 @@ def test_the_guilty_samples_are_named(outcomes):
     assert long.step == 40 and "has length 256" in long.text and len(long.sample_ids) == 32
 
 
-def test_a_poisoned_batch_does_not_spoil_the_model(outcomes):
+def test_batch_with_nan_does_not_change_the_model(outcomes):
     outcome = outcomes("NaN feature")
     assert outcome.monitor.records[40].applied is False
     assert all(p.isfinite().all() for g in outcome.monitor.handle.optimizer.param_groups for p in g["params"])
     assert math.isfinite(outcome.losses[-1])
 
 
-def test_a_scale_that_collapses_is_told_before_it_is_below_1(outcomes):
+def test_collapsing_loss_scale_is_reported_before_it_is_below_1(outcomes):
     events = [e for e in outcomes("float16, root of zero").monitor.events if e.kind == "loss_scale"]
     assert events[0].severity == "warning" and events[0].values["loss_scale"] > 1000
     assert events[1].severity == "error" and events[1].values["loss_scale"] < 1

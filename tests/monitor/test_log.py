@@ -43,7 +43,7 @@ def refuse(constant):
     raise AssertionError(f"{constant} in JSON")
 
 
-def test_round_trip_in_strict_json(tmp_path):
+def test_log_round_trip_is_strict_json(tmp_path):
     file = write(tmp_path, [RECORD])
     lines = file.read_bytes().decode("ascii").split("\n")
     assert len(lines) == 3 and lines[2] == ""
@@ -63,7 +63,7 @@ NESTED = st.recursive(LEAVES, lambda x: st.lists(x, max_size=4) | st.dictionarie
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.dictionaries(KEYS, NESTED, max_size=4), max_size=4))
-def test_round_trip_of_random_records(tmp_path_factory, records):
+def test_log_round_trip_of_random_records(tmp_path_factory, records):
     directory = tmp_path_factory.mktemp("log")
     file = write(directory, records)
     for line in file.read_bytes().splitlines():
@@ -71,7 +71,7 @@ def test_round_trip_of_random_records(tmp_path_factory, records):
     assert same(read_log(directory).records[0], records)
 
 
-def test_torn_last_line_wherever_it_is_torn(tmp_path):
+def test_read_log_ignores_a_torn_last_line(tmp_path):
     file = write(tmp_path, [{"step": 0}, {"step": 1}, {"step": 2, "loss": 0.5, "x": "y" * 99}])
     whole = file.read_bytes()
     last = whole.rindex(b"\n", 0, -1) + 1
@@ -86,7 +86,7 @@ def test_torn_last_line_wherever_it_is_torn(tmp_path):
         assert steps_of(log) == ([0, 1, 2, 3] if complete else [0, 1, 3]) and log.warnings == []
 
 
-def test_torn_line_longer_than_a_block_is_cut_off(tmp_path):
+def test_jsonl_sink_cuts_off_a_torn_line_longer_than_a_block(tmp_path):
     file = write(tmp_path, [{"step": 0}])
     with open(file, "ab") as opened:
         opened.write(b"\0" * 200_000)
@@ -95,7 +95,7 @@ def test_torn_line_longer_than_a_block_is_cut_off(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b'{"fastclip_l'])
-def test_killed_in_the_first_line_of_a_file(tmp_path, content):
+def test_read_log_warns_of_a_file_killed_in_its_first_line(tmp_path, content):
     write(tmp_path, [{"step": 0}])
     (tmp_path / "rank00000.1.jsonl").write_bytes(content)
     log = read_log(tmp_path)
@@ -125,7 +125,7 @@ HEADER = b'{"fastclip_log":1,"rank":0}\n'
         (HEADER + b"\n", ":2: not JSON"),
     ],
 )
-def test_damage_is_told_with_its_place(tmp_path, content, message):
+def test_read_log_raises_with_the_place_of_damage(tmp_path, content, message):
     file = tmp_path / "rank00000.jsonl"
     file.write_bytes(content)
     for path in (file, tmp_path):
@@ -133,7 +133,7 @@ def test_damage_is_told_with_its_place(tmp_path, content, message):
             read_log(path)
 
 
-def test_no_log_there(tmp_path):
+def test_read_log_raises_without_a_log(tmp_path):
     with pytest.raises(LogError, match=f"{tmp_path}/missing: No such file"):
         read_log(tmp_path / "missing")
     (tmp_path / "rank0.jsonl").write_bytes(HEADER)
@@ -141,7 +141,7 @@ def test_no_log_there(tmp_path):
         read_log(tmp_path)
 
 
-def test_rotation_and_ranks_and_several_openings(tmp_path):
+def test_jsonl_sink_rotates_files_by_rank_and_opening(tmp_path):
     first, second = (JsonlSink(tmp_path, header={}, max_bytes=300) for _ in range(2))
     for step in range(60):
         (first if step % 7 < 4 else second).write({"step": step})
@@ -159,13 +159,13 @@ def test_rotation_and_ranks_and_several_openings(tmp_path):
     assert (tmp_path / "rank00003.jsonl").exists() and (tmp_path / "rank123456.jsonl").exists()
 
 
-def test_more_than_ten_files_are_read_in_the_order_of_writing(tmp_path):
+def test_read_log_reads_more_than_ten_files_in_order(tmp_path):
     write(tmp_path, [{"step": 0, "place": place} for place in range(30)], max_bytes=1)
     assert len([*tmp_path.iterdir()]) == 30
     assert read_log(tmp_path).records == {0: [{"step": 0, "place": 29}]}
 
 
-def test_the_later_of_repeated_steps_is_kept(tmp_path):
+def test_read_log_keeps_the_later_of_repeated_steps(tmp_path):
     write(tmp_path, [{"step": s, "run": 1} for s in range(1, 5)] + [{"note": 1}])
     write(tmp_path, [{"step": s, "run": 2} for s in (0, 3, 4, 5)])
     log = read_log(tmp_path)
@@ -174,7 +174,7 @@ def test_the_later_of_repeated_steps_is_kept(tmp_path):
     assert log.warnings == [f"rank 0: 2 records repeat a step, {log.warnings[0].split(', ', 1)[1]}"]
 
 
-def test_bad_arguments(tmp_path):
+def test_jsonl_sink_raises_on_invalid_arguments(tmp_path):
     (tmp_path / "file").touch()
     for directory in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nothing/here"):
         with pytest.raises(OSError, match="expected a directory for the log that can be written") as caught:
@@ -197,7 +197,7 @@ def test_bad_arguments(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_directory_without_permission(tmp_path):
+def test_jsonl_sink_raises_without_permission(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError, match="expected a directory for the log that can be written"):
         JsonlSink(tmp_path, header={})
@@ -217,7 +217,7 @@ def in_child(function):
         os._exit(1)
 
 
-def test_kill_while_writing_leaves_a_readable_log(tmp_path):
+def test_killed_jsonl_sink_leaves_a_readable_log(tmp_path):
     """With rotation, so that some kills meet the start of a file."""
 
     def forever():
@@ -245,7 +245,7 @@ def test_kill_while_writing_leaves_a_readable_log(tmp_path):
         assert len(log.records[0]) == len(records) + 1
 
 
-def test_full_disk_loses_what_it_met_and_no_more(tmp_path):
+def test_full_disk_loses_only_the_records_it_met(tmp_path):
     def fill():
         sink = SinkGroup([JsonlSink(tmp_path, header={}, max_bytes=4000)])
         resource.setrlimit(resource.RLIMIT_FSIZE, (2500, resource.RLIM_INFINITY))

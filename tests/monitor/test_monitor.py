@@ -12,7 +12,7 @@ from fastclip.monitor.sinks import read_log
 from helpers.small_training import batches, loss_of, make
 
 
-def test_every_number_of_a_step():
+def test_record_holds_every_number_of_a_step():
     model, optimizer = make()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     monitor = Monitor(
@@ -84,7 +84,7 @@ def plain_run(model, optimizer, max_norm, nan_at=()):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_training_is_that_of_torch(fused):
+def test_monitor_trains_as_torch_and_skips_steps_with_nan(fused):
     """With NaN left out, and the counts and names of it in the record."""
     gold = plain_run(*make(fused=fused), 0.2, nan_at=(3, 4))
     model, optimizer = make(fused=fused)
@@ -108,7 +108,7 @@ def test_the_training_is_that_of_torch(fused):
     assert [e.kind for e in bad.events] == ["bad_batch", "nonfinite"]
 
 
-def test_observing_changes_nothing():
+def test_monitor_without_max_norm_changes_nothing():
     """Neither gradients nor steps, NaN included, though nothing clips."""
     for nan_at in (None, 5):
         parameters = []
@@ -136,7 +136,7 @@ def test_observing_changes_nothing():
         assert parameters[0][0].isnan().any() == (nan_at is not None)
 
 
-def test_accumulated_batches_are_one_step():
+def test_record_of_accumulated_batches_is_one_step():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
     losses = []
@@ -156,7 +156,7 @@ def test_accumulated_batches_are_one_step():
 
 
 @pytest.mark.parametrize("order", ["before", "after", "never", "as_context"])
-def test_where_the_loss_is_told(order):
+def test_record_has_its_loss_wherever_it_is_given(order):
     """Each loss belongs to its step, wherever it is told; without any there are records all the same."""
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
@@ -188,14 +188,14 @@ def test_where_the_loss_is_told(order):
     assert all(r.total_norm > 0 for r in monitor.records)
 
 
-def test_an_attached_optimizer_keeps_its_handle():
+def test_monitor_uses_the_handle_of_an_attached_optimizer():
     model, optimizer = make()
     handle = fastclip.attach(optimizer, 0.7)
     monitor = Monitor(model, optimizer)
     assert monitor.handle is handle
     with pytest.raises(RuntimeError, match=r"already attached, with max_norm 0\.7.*clear who clips"):
         Monitor(model, optimizer, max_norm=1.0)
-    with pytest.raises(ValueError, match="scaler that the optimizer was attached with"):
+    with pytest.raises(ValueError, match="scaler to be the one that the optimizer was attached with"):
         Monitor(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
     for batch in batches(2):
         loss_of(model, batch).backward()
@@ -209,7 +209,7 @@ def test_an_attached_optimizer_keeps_its_handle():
     assert fastclip.optim.handle_of(own.handle.optimizer) is None
 
 
-def test_an_exception_is_recorded_and_passed_on(tmp_path):
+def test_monitor_records_an_exception_and_raises_it(tmp_path):
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0, log_dir=str(tmp_path))
     inputs, labels = next(batches(1))
@@ -225,7 +225,7 @@ def test_an_exception_is_recorded_and_passed_on(tmp_path):
     assert diagnosis.cause == "labels" and diagnosis.findings[0].sample_ids == list("abcdefgh")
 
 
-def test_gradients_with_nan_are_named_first_though_it_was_zeroed():
+def test_record_names_gradients_with_nan_first_with_nonfinite_zero():
     model, optimizer = make()
     fastclip.attach(optimizer, 1.0, nonfinite="zero")
     monitor = Monitor(model, optimizer)

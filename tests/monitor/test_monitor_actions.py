@@ -12,7 +12,7 @@ from fastclip.monitor import Event, Monitor, TrainingUnstable
 from helpers.small_training import batches, loss_of, make, run
 
 
-def test_actions_by_kind_and_by_severity():
+def test_actions_of_a_kind_replace_those_of_its_severity():
     model, optimizer = make()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     told: list[Event] = []
@@ -26,7 +26,7 @@ def test_actions_by_kind_and_by_severity():
     assert monitor.should_stop  # for the bad batch
 
 
-def test_raise_comes_between_the_steps():
+def test_action_raise_raises_once_in_the_next_call():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0, actions={"nonfinite": "raise"})
     with pytest.raises(TrainingUnstable, match=r"step 3: error: nonfinite: the loss is nan") as caught:
@@ -38,7 +38,7 @@ def test_raise_comes_between_the_steps():
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_skip_leaves_the_update_out(fused, scaled):
+def test_action_skip_skips_the_update(fused, scaled):
     """Of a loss spike, and of a loss that is not finite though all gradients are; the next one is made."""
     model, optimizer = make(fused=fused)
     scaler = fastclip.GradScaler("cpu", init_scale=16.0) if scaled else None
@@ -64,7 +64,7 @@ def test_skip_leaves_the_update_out(fused, scaled):
     assert scaler is None or (scaler.get_scale() == 16.0 and scaler.overflows == 0)
 
 
-def test_warnings_are_logged(caplog):
+def test_events_are_logged(caplog):
     model, optimizer = make()
     with caplog.at_level(logging.INFO, "fastclip.monitor"):
         run(Monitor(model, optimizer, max_norm=1.0), model, optimizer, 4, nan_at=(2,))

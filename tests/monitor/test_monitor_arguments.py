@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the monitor does beside recording: sampling, actions, resuming, refusing, numbers that arrive late."""
+"""Sampling, resuming, invalid arguments and closing of the monitor."""
 
 import gc
 import math
@@ -11,7 +11,6 @@ from torch import nn
 
 import fastclip
 from fastclip.monitor import Monitor
-from fastclip.monitor.async_copy import AsyncCopy
 from fastclip.monitor.measure.activations import ActivationStatistics
 from fastclip.monitor.measure.sampling import is_due
 from fastclip.monitor.measure.weights import WeightStatistics
@@ -20,13 +19,13 @@ from helpers.small_training import batches, loss_of, make, run
 # Sampling.
 
 
-def test_what_is_sampled_when():
+def test_is_due_samples_early_and_regular_steps():
     due = [step for step in range(120) if is_due(step, 50)]
     assert due == [0, 1, 2, 4, 8, 16, 32, 50, 100]
     assert not any(is_due(step, 0) for step in range(10))
 
 
-def test_hooks_are_there_only_in_steps_that_are_sampled():
+def test_activation_hooks_exist_only_in_sampled_steps():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, activations=["1"], activations_every=10, weights_every=0)
     hooks = []
@@ -43,7 +42,7 @@ def test_hooks_are_there_only_in_steps_that_are_sampled():
     assert not model[1]._forward_hooks
 
 
-def test_activations_count_what_is_not_finite_apart():
+def test_activation_statistics_are_of_finite_elements():
     module = nn.Identity()
     statistics = ActivationStatistics({"x": module}, every=1)
     statistics.begin(0)
@@ -52,7 +51,7 @@ def test_activations_count_what_is_not_finite_apart():
     assert (mean, largest, nonfinite) == (-0.5, 4.0, 2.0) and rms == pytest.approx(math.sqrt(12.5))
 
 
-def test_copies_of_parameters_stay_below_the_cap():
+def test_weight_statistics_copy_at_most_max_bytes():
     """And every parameter has its turn, but for one that is too large."""
     shapes = [(10, 10), (20, 10), (300, 10), (5, 10), (30, 10)]
     named = [(f"p{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
@@ -73,7 +72,7 @@ def test_copies_of_parameters_stay_below_the_cap():
     assert seen[0] == ["p0", "p1", "p3"] and seen[1] == ["p4"]
 
 
-def test_token_ids_out_of_range_are_seen_before_the_lookup_fails():
+def test_token_ids_out_of_range_are_recorded_before_the_lookup_fails():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(32, 3))
     monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -89,7 +88,7 @@ def test_token_ids_out_of_range_are_seen_before_the_lookup_fails():
     assert not model[0]._forward_pre_hooks
 
 
-def test_a_compiled_model_is_left_alone():
+def test_monitor_does_not_hook_a_compiled_model():
     model, optimizer = make()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(ValueError, match=r"activations=None with a compiled model"):
@@ -104,7 +103,7 @@ def test_a_compiled_model_is_left_alone():
 
 
 @pytest.mark.parametrize("at", [5, 18, 31, 57])
-def test_a_resumed_run_has_the_same_events(at, tmp_path):
+def test_resumed_run_has_the_same_events(at, tmp_path):
     trouble = {"scale_at": (17, 40, 59), "nan_at": (30, 31, 58)}
 
     def monitored(policy):
@@ -135,7 +134,7 @@ def test_a_resumed_run_has_the_same_events(at, tmp_path):
         )
 
 
-def test_a_state_of_something_else_is_refused():
+def test_load_state_dict_raises_on_the_state_of_another_monitor():
     state = Monitor(*make(), max_norm=1.0).state_dict()
     with pytest.raises(ValueError, match=r"missing \['policy'\], unexpected \[\]"):
         Monitor(*make(), max_norm=fastclip.policies.ZClip()).load_state_dict(state)
@@ -145,7 +144,19 @@ def test_a_state_of_something_else_is_refused():
         Monitor(*make(), detectors=[]).load_state_dict(state)
 
 
-# Refusals.
+def test_load_state_dict_takes_the_state_of_version_0_1():
+    """There the skip latch was called "gate", and its window had no streak beside it."""
+    saved, resumed = (Monitor(*make(), max_norm=1.0, actions={"loss_spike": "skip"}) for _ in range(2))
+    state = saved.state_dict()
+    rule = fastclip.policies.SpikeSkip().state_dict()
+    state["parts"]["gate"] = {"loss": {"window": [1.0, 2.0], "rule": rule}}
+    del state["parts"]["skip_latch"]
+    resumed.load_state_dict(state)
+    latch = {"loss": {"window": [1.0, 2.0]}, "overflow_streak": 0}
+    assert resumed.state_dict()["parts"]["skip_latch"] == latch
+
+
+# Invalid arguments.
 
 
 @pytest.mark.parametrize(
@@ -166,7 +177,7 @@ def test_a_state_of_something_else_is_refused():
         ({"weights_every": -1}, ValueError, "weights_every.*-1"),
     ],
 )
-def test_mistaken_arguments(options, error, message):
+def test_monitor_raises_on_invalid_arguments(options, error, message):
     """Refused before the optimizer is touched."""
     model, optimizer = make()
     with pytest.raises(error, match=message):
@@ -175,7 +186,7 @@ def test_mistaken_arguments(options, error, message):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_mistaken_models_optimizers_and_losses():
+def test_monitor_raises_on_invalid_models_optimizers_and_losses():
     model, optimizer = make()
     with pytest.raises(TypeError, match=r"model to be a torch\.nn\.Module, but got AdamW"):
         Monitor(optimizer, model)
@@ -188,98 +199,10 @@ def test_mistaken_models_optimizers_and_losses():
         monitor.loss(1.0, aux=torch.ones(2))
 
 
-# Numbers that arrive late, as from a GPU.
+# Closing.
 
 
-class PendingCopy:
-    """Stands for a copy from a device, which a test completes by hand."""
-
-    def __init__(self, tensors):
-        self.tensors, self.complete, self.waited = tensors, False, False
-        self.event = self
-
-    def query(self):
-        return self.complete
-
-    def synchronize(self):
-        self.complete = self.waited = True
-
-    def values(self):
-        assert self.complete, "read before it is complete"
-        return {key: tensor.tolist() for key, tensor in self.tensors.items()}
-
-
-@pytest.fixture
-def copies(monkeypatch):
-    made: list[PendingCopy] = []
-
-    def make_copy(tensors):
-        made.append(PendingCopy(tensors))
-        return made[-1]
-
-    monkeypatch.setattr("fastclip.monitor.async_copy._PendingCopy", make_copy)
-    monkeypatch.setattr("fastclip.monitor.async_copy._is_on_gpu", lambda tensor: True)
-    return made
-
-
-def test_async_copy_keeps_the_order_and_does_not_wait(copies):
-    copy = AsyncCopy()
-    for label in range(3):
-        copy.start(label, {"x": torch.tensor(float(label)), "y": 7})
-    copies[1].complete = True
-    assert list(copy.finished()) == [] and not any(c.waited for c in copies)  # the first is not complete
-    copies[0].complete = True
-    assert list(copy.finished()) == [(0, {"x": 0.0, "y": 7}), (1, {"x": 1.0, "y": 7})]
-    assert list(copy.finished(wait=True)) == [(2, {"x": 2.0, "y": 7})] and copies[2].waited
-
-
-def test_async_copy_on_demand_gives_out_only_what_is_waited_for(copies):
-    copy = AsyncCopy(on_demand=True)
-    copy.start(0, {"x": torch.tensor(1.0)})
-    copies[0].complete = True
-    assert list(copy.finished()) == []
-    assert list(copy.finished(wait=True)) == [(0, {"x": 1.0})]
-
-
-def test_async_copy_waits_when_the_host_is_far_ahead(copies):
-    copy = AsyncCopy()
-    for label in range(66):
-        copy.start(label, {"x": torch.tensor(float(label))})
-    assert [label for label, _ in copy.finished()] == [0, 1]
-
-
-def test_async_copy_salvages_what_was_copied_before_the_device_failed(copies, monkeypatch):
-    copy = AsyncCopy()
-    for label in range(3):
-        copy.start(label, {"x": torch.tensor(float(label))})
-        copies[label].complete = True
-
-    def fail():
-        raise RuntimeError("device-side assert")
-
-    monkeypatch.setattr(copies[1], "synchronize", fail)
-    assert [label for label, _ in copy.salvaged()] == [0, 1, 2] and list(copy.finished(wait=True)) == []
-
-
-def test_records_come_one_step_late_from_a_gpu(copies):
-    model, optimizer = make()
-    monitor = Monitor(model, optimizer, max_norm=1.0)
-    for step, batch in enumerate(batches(4)):
-        loss = loss_of(model, batch)
-        monitor.loss(loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert len(monitor.records) == step
-        copies[step].complete = True
-    monitor.close()
-    assert [r.step for r in monitor.records] == [0, 1, 2, 3]
-
-
-# Leftovers.
-
-
-def test_a_closed_monitor_lets_go_of_the_model():
+def test_closed_monitor_releases_the_model():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0, activations="leaf")
     run(monitor, model, optimizer, 2)

@@ -43,12 +43,12 @@ def train(device: str, steps: int, strict: bool = False, nan_at: int | None = No
     return model, monitor, late
 
 
-def test_nothing_waits_and_nothing_is_lost():
+def test_monitor_does_not_synchronize_and_records_every_step():
     _, monitor, _ = train("cuda", 60, strict=True)
     assert [r.step for r in monitor.records] == list(range(60))
 
 
-def test_the_numbers_are_those_of_the_cpu():
+def test_records_on_a_gpu_are_those_of_the_cpu():
     _, on_gpu, _ = train("cuda", 40)
     _, on_cpu, _ = train("cpu", 40)
     for gpu, cpu in zip(on_gpu.records, on_cpu.records, strict=True):
@@ -60,7 +60,7 @@ def test_the_numbers_are_those_of_the_cpu():
 
 
 @pytest.mark.parametrize("kind", ["handle", "gate"])
-def test_a_bad_step_is_left_out_on_the_device(kind):
+def test_bad_step_is_skipped_on_the_device(kind):
     """And with the action "skip" those after it, until the host has seen it; then the training goes on."""
     options = {"actions": {"nonfinite": "skip"}} if kind == "gate" else {}
     model, monitor, _ = train("cuda", 30, strict=True, nan_at=20, **options)

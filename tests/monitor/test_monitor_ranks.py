@@ -64,7 +64,7 @@ def test_every_rank_names_the_one_with_the_bad_batch(two, layout, tell):
 
 
 @pytest.mark.slow
-def test_four_ranks():
+def test_four_ranks_agree():
     four = Ranks(4)
     try:
         results = run(four, "plain", layout="fsdp2", hurt={6: NAN})
@@ -78,7 +78,7 @@ def test_four_ranks():
     assert len({a["raised"][0] for a in acting}) == 1
 
 
-def test_another_rank_is_another_event():
+def test_rank_differs_reports_each_rank_once():
     detector = RankDiffers()
 
     def update(step, **ranks):
@@ -98,7 +98,7 @@ def test_another_rank_is_another_event():
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_the_numbers_are_those_of_the_whole_on_every_rank(two, layout):
+def test_records_of_every_rank_have_the_global_numbers(two, layout):
     results = run(two, "plain", layout=layout, hurt={7: NAN})
     assert_same(results, *GLOBAL)
     gold = run(two, "alone", {7: NAN})[0]
@@ -115,7 +115,7 @@ def test_the_numbers_are_those_of_the_whole_on_every_rank(two, layout):
     assert sum(r.get("param_norm") is not None for r in results[0]["records"]) == 5
 
 
-def test_numbers_of_processes_with_other_parameters(two):
+def test_records_of_pipeline_stages_have_the_global_norm(two):
     """Their names differ, the norm and the counts are those of all."""
     first, second = run(two, "plain", layout="stages", hurt={6: NAN})
     assert of(first, "total_norm", "nan_count", "applied") == of(second, "total_norm", "nan_count", "applied")
@@ -123,12 +123,12 @@ def test_numbers_of_processes_with_other_parameters(two):
     assert first["digests"] != second["digests"] and counts[6] > 0 == sum(counts) - counts[6]
 
 
-def test_update_ratios_are_those_of_the_shards(two):
+def test_update_ratios_are_of_local_shards(two):
     (first, expected), (second, _) = run(two, "ratio_of_shards")
     assert first == pytest.approx(expected) and first != pytest.approx(second)
 
 
-def test_one_collective_a_step(two):
+def test_monitor_makes_one_collective_per_step(two):
     """And one for the norm of sharded parameters in the steps that have it."""
     for seen in run(two, "counted", "ddp", 6):
         assert seen == [1] * 6 + [0]
@@ -141,7 +141,7 @@ def test_one_collective_a_step(two):
     assert gated == [[1] * 6 + [0]] * 2
 
 
-def test_a_log_for_each_rank(two, tmp_path, capsys):
+def test_each_rank_has_its_log(two, tmp_path, capsys):
     run(two, "plain", hurt={6: NAN}, log_dir=str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank00000.jsonl", "rank00001.jsonl"]
     assert main(["diagnose", str(tmp_path)]) == 1
@@ -157,7 +157,7 @@ WAYS = [("all", False), ("rank 0", False), ("late", True), ("rank 1", True), ("a
 
 @pytest.mark.parametrize("action", ["stop", "lower_lr", "raise"])
 @pytest.mark.parametrize(("tell", "late_too"), WAYS)
-def test_an_event_of_one_rank_makes_all_act_in_the_same_step(two, action, tell, late_too):
+def test_event_of_one_rank_makes_all_act_in_the_same_step(two, action, tell, late_too):
     """`late_too`: numbers arrive as from a GPU, at other times on each rank, one of which waits for them."""
     results = run(two, "acting", action, tell, late_too, late_too)
     assert_same(results, *GLOBAL[:-2])
@@ -178,14 +178,14 @@ def test_an_event_of_one_rank_makes_all_act_in_the_same_step(two, action, tell, 
         assert step == 6
 
 
-def test_several_that_see_the_same_lower_once(two):
+def test_event_of_several_ranks_lowers_the_rate_once(two):
     options = {"actions": {"nonfinite": "lower_lr"}, "hurt": {9: NAN}}
     for result in run(two, "acting", "log", "all", True, True, **options):
         halvings = [b / a < 0.6 for a, b in pairwise(result["lrs"])]
         assert sum(halvings) == 1
 
 
-def test_refused_actions(two):
+def test_monitor_raises_on_joint_actions_without_compare_ranks(two):
     for action in ("stop", "lower_lr", "raise", "skip"):
         for message in run(two, "refused", {"compare_ranks": False, "actions": {"nonfinite": action}}):
             assert "expected compare_ranks=True" in message and f"'{action}'" in message
@@ -208,7 +208,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("kind", "layout", "scaler", "what"), HELD)
-def test_all_leave_out_the_same_steps(two, kind, layout, scaler, what):
+def test_all_ranks_skip_the_same_steps(two, kind, layout, scaler, what):
     """A loss that is NaN and one that spikes, or a target that makes the norm spike, on one rank of two."""
     hurt = {2: NAN, 9: 1e4} if what == "loss" else {9: 1e4}
     options = {"kind": kind, "layout": layout, "scaler": scaler, "what": what}
@@ -224,7 +224,7 @@ def test_all_leave_out_the_same_steps(two, kind, layout, scaler, what):
 
 @pytest.mark.parametrize("tell", ["all", "rank 1", "late"])
 @pytest.mark.parametrize("late_too", [False, True])
-def test_a_loss_that_only_one_rank_tells_holds_all(two, tell, late_too):
+def test_bad_loss_of_one_rank_skips_the_step_on_all(two, tell, late_too):
     results = run(two, "holding", late_too, True, tell=tell, what="loss", hurt={9: NAN})
     assert_same(results, *GLOBAL[:-1])
     held = [r["step"] for r in results[0]["records"] if r["held"]]
@@ -234,23 +234,23 @@ def test_a_loss_that_only_one_rank_tells_holds_all(two, tell, late_too):
 # What goes wrong elsewhere.
 
 
-def test_a_rank_alone_with_a_monitor(two):
+def test_monitor_raises_if_other_ranks_have_none(two):
     """One that does not compare needs no other; those made together afterwards find each other."""
     for message, silent, compared in run(two, "without_a_monitor_on_the_other"):
         assert "not all made one within 0.3 seconds" in message and "compare_ranks=False" in message
         assert silent == [0] * 4 and compared == [1, 1, 1, 0]
 
 
-def test_a_step_more_on_one_rank_fails_in_torch_first(two):
+def test_extra_step_on_one_rank_fails_in_torch_first(two):
     assert run(two, "uneven") == ["nowhere", "the backward pass of step 3"]
 
 
-def test_a_step_that_fails_on_one_rank_before_the_optimizer(two):
+def test_failed_batch_on_one_rank_keeps_collectives_in_step(two):
     first, second = run(two, "failing_batch")
     assert first == second and sum(norm is not None for norm in first) == 5
 
 
-def test_a_run_goes_on_in_new_processes(two, tmp_path):
+def test_run_resumes_in_new_processes(two, tmp_path):
     """Saved between an event of rank 1 and what all do about it; the process group goes first."""
     whole, lr, digest = run(two, "resumable", "", "", 0, 16)[0]
     assert [e for e in whole if e[0] == "rank"] == [("rank", 10, 1)]

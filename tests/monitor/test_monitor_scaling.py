@@ -15,7 +15,7 @@ from helpers.small_training import batches, loss_of, make
 @pytest.mark.parametrize("scaler_class", [fastclip.GradScaler, torch.amp.GradScaler])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("clips", [True, False])
-def test_with_a_loss_scaler(scaler_class, fused, clips):
+def test_monitor_records_unscaled_norms_and_skipped_steps(scaler_class, fused, clips):
     """Norms are unscaled; a step that the scaler leaves out is a record that says so."""
     model, optimizer = make(fused=fused)
     scaler = scaler_class("cpu", init_scale=2.0**10)
@@ -61,7 +61,7 @@ def scaled_by_torch(fused):
     return model.parameters()
 
 
-def test_the_scale_is_that_of_the_step_though_the_loss_comes_later():
+def test_record_has_the_scale_of_the_step_if_the_loss_comes_later():
     model, optimizer = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     monitor = Monitor(model, optimizer, max_norm=1.0, scaler=scaler)
@@ -75,7 +75,7 @@ def test_the_scale_is_that_of_the_step_though_the_loss_comes_later():
     assert [r.loss_scale for r in monitor.records] == [4.0, 8.0, 16.0]
 
 
-def test_a_tensorboard_writer_as_sink(tmp_path):
+def test_monitor_writes_to_a_tensorboard_writer(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -95,7 +95,7 @@ def test_a_tensorboard_writer_as_sink(tmp_path):
     assert [e.value for e in events.Scalars("loss")] == pytest.approx([r.loss for r in monitor.records])
 
 
-def test_a_sink_that_raises_stops_nothing():
+def test_training_continues_when_a_sink_raises():
     class Broken:
         def log(self, data, step):
             raise OSError("no space left on device")
@@ -111,7 +111,7 @@ def test_a_sink_that_raises_stops_nothing():
     assert len(monitor.records) == 3
 
 
-def test_the_log_is_strict_json_with_its_meanings(tmp_path):
+def test_log_is_strict_json_with_the_meanings_of_its_fields(tmp_path):
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0, log_dir=str(tmp_path))
     for inputs, labels in batches(3):

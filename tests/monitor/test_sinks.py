@@ -40,7 +40,7 @@ class Broken:
         self.calls.append("closed")
 
 
-def test_a_failing_sink_warns_once_and_stops_nothing():
+def test_sink_group_warns_once_of_a_failing_sink_and_continues():
     broken, fine = Broken({2, 3, 5}), Broken(())
     fine.flush = lambda: None
     group = SinkGroup([broken, fine])
@@ -73,7 +73,7 @@ def test_a_failing_sink_warns_once_and_stops_nothing():
 
 
 @pytest.mark.parametrize("step_argument", [True, False])
-def test_objects_with_log(step_argument):
+def test_log_sink_logs_flat_numbers(step_argument):
     logged = []
 
     class Run:
@@ -105,7 +105,7 @@ def test_objects_with_log(step_argument):
         LogSink(Plain(), pass_step=True)
 
 
-def test_what_is_no_sink(tmp_path):
+def test_as_sink_raises_on_other_objects(tmp_path):
     sink = JsonlSink(tmp_path, header={})
     assert as_sink(sink) is sink
     module = SimpleNamespace(log=lambda metrics, step=None: None)
@@ -141,7 +141,7 @@ def scalar(events, tag):
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_tensorboard_files(tmp_path):
+def test_tensorboard_sink_writes_scalars_histograms_and_text(tmp_path):
     sink = TensorBoardSink(tmp_path, histogram_every=10)
     for step in (3, 4, 12, 13, 20, 23):
         sink.write({**RECORD, "step": step, "loss": float(step) if step != 13 else NAN})
@@ -178,7 +178,7 @@ def test_tensorboard_files(tmp_path):
     assert first.tensor_proto.string_val[0] == b"- error nan: -Infinity\n- error nan: second"
 
 
-def test_tensorboard_every_few_steps(tmp_path):
+def test_tensorboard_sink_writes_numbers_every_few_steps(tmp_path):
     sink = TensorBoardSink(tmp_path, every=10)
     for step in (3, 4, 12, 13, 25, 5):
         sink.write({**RECORD, "step": step})
@@ -190,7 +190,7 @@ def test_tensorboard_every_few_steps(tmp_path):
         TensorBoardSink(tmp_path, every=0)
 
 
-def test_tensorboard_resumed_with_purge_step(tmp_path):
+def test_tensorboard_sink_purges_steps_of_an_earlier_run(tmp_path):
     for steps, purge_step in ((range(10), None), (range(5, 8), 5)):
         sink = as_sink(TensorBoardSink(str(tmp_path), purge_step=purge_step))
         for step in steps:
@@ -199,7 +199,7 @@ def test_tensorboard_resumed_with_purge_step(tmp_path):
     assert scalar(events_of(tmp_path), "loss") == [(s, float(s >= 5)) for s in range(8)]
 
 
-def test_writer_of_the_caller(tmp_path):
+def test_tensorboard_sink_does_not_close_the_callers_writer(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:
@@ -224,7 +224,7 @@ def test_writer_of_the_caller(tmp_path):
         TensorBoardSink(3)
 
 
-def test_tensorboard_is_not_installed(tmp_path, monkeypatch):
+def test_tensorboard_sink_raises_without_tensorboard(tmp_path, monkeypatch):
     for name in [m for m in sys.modules if m.split(".")[0] == "tensorboard" or "utils.tensorboard" in m]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The monitor in loops and with batches that nobody thought of: the training must not notice it."""
+"""Unusual loops, batches and models, which the monitor must not disturb."""
 
 import collections
 import copy
@@ -61,7 +61,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_odd_batches(name):
+def test_monitor_takes_unusual_batches(name):
     batch, expected = BATCHES[name]
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
@@ -78,7 +78,7 @@ def test_odd_batches(name):
 @pytest.mark.parametrize(
     "ids", [numpy.arange(3), [torch.tensor(1), numpy.int64(2)], range(3), 5, "seven", [(1, 2)]]
 )
-def test_sample_ids_of_all_kinds_reach_the_log(ids, tmp_path):
+def test_log_has_sample_ids_of_all_kinds(ids, tmp_path):
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0, log_dir=str(tmp_path))
     monitor.batch(*next(batches(1)), sample_ids=ids)
@@ -92,7 +92,7 @@ def test_sample_ids_of_all_kinds_reach_the_log(ids, tmp_path):
 @pytest.mark.parametrize(
     "loss", [1, 2.5, numpy.float32(0.5), numpy.array(3.0), torch.tensor([4.0]), math.nan]
 )
-def test_losses_of_all_kinds(loss):
+def test_monitor_loss_takes_numbers_of_all_kinds(loss):
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
     monitor.loss(loss)
@@ -109,7 +109,7 @@ def test_losses_of_all_kinds(loss):
             monitor.loss(bad)
 
 
-def test_a_loss_that_is_changed_in_place_afterwards():
+def test_record_has_the_loss_before_it_was_changed_in_place():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
     loss = loss_of(model, next(batches(1)))
@@ -122,7 +122,7 @@ def test_a_loss_that_is_changed_in_place_afterwards():
     assert monitor.records[0].loss == told
 
 
-def test_no_gradients_of_earlier_steps_are_kept():
+def test_monitor_keeps_no_gradients_of_earlier_steps():
     """zero_grad() frees them, also while the handle and the monitor remember the step."""
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=0.01)
@@ -136,7 +136,7 @@ def test_no_gradients_of_earlier_steps_are_kept():
     assert monitor.handle.stats.total_norm > 0
 
 
-def test_parameters_that_are_added_later():
+def test_monitor_names_parameters_that_are_added_later():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0, weights_every=1)
     run(monitor, model, optimizer, 2)
@@ -152,7 +152,7 @@ def test_parameters_that_are_added_later():
     assert "late.weight" in monitor.records[-1].update_ratio and len(monitor.records[-1].lr) == 2
 
 
-def test_an_optimizer_without_a_learning_rate():
+def test_monitor_takes_an_optimizer_without_a_learning_rate():
     model, _ = make()
 
     class Plain(torch.optim.Optimizer):
@@ -167,7 +167,7 @@ def test_an_optimizer_without_a_learning_rate():
     assert [r.lr for r in monitor.records] == [[], [], []]
 
 
-def test_a_limit_taken_away_while_steps_may_be_skipped():
+def test_action_skip_skips_nothing_without_max_norm():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0, actions={"nonfinite": "skip"})
     monitor.handle.max_norm = None
@@ -186,7 +186,7 @@ def embedding_model():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_copies_and_evaluation_passes_are_not_the_training():
+def test_hooks_ignore_copies_of_the_model_and_evaluation():
     """And a monitored model can be copied and pickled."""
     model, optimizer = embedding_model()
     monitor = Monitor(model, optimizer, activations="leaf", activations_every=1)
@@ -206,7 +206,7 @@ def test_copies_and_evaluation_passes_are_not_the_training():
     torch.func.vmap(model)(torch.tensor([[[1, 2]]]))
 
 
-def test_strange_forwards_of_a_monitored_model():
+def test_monitored_model_runs_under_vmap():
     model, optimizer = embedding_model()
     monitor = Monitor(model, optimizer, activations="leaf", activations_every=1)
     with warnings.catch_warnings():
@@ -220,7 +220,7 @@ def test_strange_forwards_of_a_monitored_model():
     assert monitor.records[0].loss == pytest.approx(loss.item())
 
 
-def test_a_scaler_that_nobody_told_of():
+def test_monitor_warns_of_an_unknown_scaler():
     model, optimizer = make(fused=False)
     scaler = torch.amp.GradScaler("cpu")
     Monitor(model, optimizer, max_norm=1.0)
@@ -229,7 +229,7 @@ def test_a_scaler_that_nobody_told_of():
         scaler.step(optimizer)
 
 
-def test_an_interrupted_step_is_forgotten():
+def test_monitor_discards_an_interrupted_step():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
     with pytest.raises(KeyboardInterrupt), monitor.batch(*next(batches(1)), sample_ids=[1]):
@@ -239,7 +239,7 @@ def test_an_interrupted_step_is_forgotten():
     assert [(r.step, r.micro_batches, r.sample_ids) for r in monitor.records] == [(0, 1, []), (1, 1, [])]
 
 
-def test_a_closed_monitor_collects_nothing():
+def test_closed_monitor_collects_nothing():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
     run(monitor, model, optimizer, 2)
@@ -248,7 +248,7 @@ def test_a_closed_monitor_collects_nothing():
     assert len(monitor.records) == 2 and monitor.recorder.step.loss_count == 0
 
 
-def test_a_defect_of_the_monitor_is_told_once_and_training_goes_on(monkeypatch):
+def test_defect_of_a_detector_warns_once_and_training_continues(monkeypatch):
     class Broken(Detector):
         kind = "broken"
 
@@ -268,14 +268,14 @@ def test_a_defect_of_the_monitor_is_told_once_and_training_goes_on(monkeypatch):
     assert len(monitor.records) == 5
 
 
-def test_what_a_persons_own_function_raises_is_passed_on():
+def test_action_raises_what_a_users_function_raises():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0, actions={"nonfinite": lambda event: 1 / 0})
     with pytest.raises(ZeroDivisionError):
         run(monitor, model, optimizer, 3, nan_at=(1,))
 
 
-def test_a_clip_that_was_left_in_the_loop_is_told():
+def test_clipped_before_reports_a_second_clip_in_the_loop():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=0.05)
     for inputs, labels in batches(30):
@@ -292,7 +292,7 @@ def test_a_clip_that_was_left_in_the_loop_is_told():
     assert all(r.clipped for r in monitor.records) and not monitor.events
 
 
-def test_an_optimizer_of_another_model_is_told():
+def test_monitor_warns_of_an_optimizer_of_another_model():
     model, _ = make()
     _, optimizer = make()
     with pytest.warns(UserWarning, match="the optimizer has no parameter of the model") as caught:
@@ -300,7 +300,7 @@ def test_an_optimizer_of_another_model_is_told():
     assert caught[0].filename == __file__
 
 
-def test_of_several_bad_gradients_those_with_most_nan_are_named_first():
+def test_record_names_gradients_with_most_nan_first():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
     for p, count in zip(model.parameters(), (1, 3, 0, 2), strict=True):
