@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decides what to compile, says what and why, and leaves the rest to pyproject.toml.
+"""The build: decide what to compile, report what and why; the rest is in pyproject.toml.
 
-FASTCLIP_BUILD: "auto" compiles what this machine can and falls back with the reason, "cpu" compiles the CPU
-library or fails, "cuda" both libraries or fails, even beside a torch without CUDA, "none" gives the pure
-Python package. TORCH_CUDA_ARCH_LIST names other GPUs, such as "9.0;10.0+PTX".
+FASTCLIP_BUILD selects what is compiled. "auto" compiles what this machine supports and reports what it cannot
+and why; "cpu" compiles the CPU library or fails; "cuda" compiles both libraries or fails, even if torch was
+built without CUDA; "none" makes the pure Python package. TORCH_CUDA_ARCH_LIST selects other GPUs, such as
+"9.0;10.0+PTX".
 """
 
 import importlib.util
@@ -31,35 +32,35 @@ ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0+PTX", "10.0", "12.0+PTX")
 FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}=."]
 
 
-def say(message: str) -> None:
-    """Tell the decision to whoever watches the build, and to `python -m fastclip` afterwards."""
+def report_outcome(message: str) -> None:
+    """Print what was built and why, and save it for `fastclip doctor`."""
     bar = "*" * 100
     print(f"{bar}\nfastclip: {message}\n{bar}", file=sys.stderr)
     REPORT.write_text(message + "\n", encoding="utf-8")
 
 
 def output_of(*command: str) -> str:
-    """What a tool prints, on either stream."""
+    """Run a tool and return what it prints on both streams."""
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     return result.stdout + result.stderr
 
 
 class Toolkit:
-    """A CUDA toolkit, known by its compiler."""
+    """A CUDA toolkit, located by its compiler."""
 
     def __init__(self, nvcc: str) -> None:
         self.nvcc = nvcc
-        # Where nvcc is a wrapper script, only nvcc itself knows its place.
+        # nvcc may be a wrapper script; the real nvcc prints its root directory.
         top = re.search(r"^#\$ TOP=(.*)$", output_of(nvcc, "--dryrun", "kernels.cu"), re.MULTILINE)
         self.root = Path(top.group(1) if top else Path(nvcc).resolve().parent.parent).resolve()
         version = re.search(r"release (\d+)\.(\d+)", output_of(nvcc, "--version"))
         if version is None:
-            raise RuntimeError(f"{nvcc} does not tell its version")
+            raise RuntimeError(f"the version of {nvcc} is unknown: --version prints no release")
         self.version = (int(version[1]), int(version[2]))
 
     @classmethod
     def find(cls) -> "Toolkit | None":
-        """By CUDA_HOME, on PATH, or from NVIDIA's packages beside torch."""
+        """Find a toolkit in CUDA_HOME, on PATH, or among NVIDIA's packages installed with torch."""
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
         packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
         places = [Path(home) / "bin" / "nvcc"] if home else []
@@ -68,7 +69,7 @@ class Toolkit:
         return next((cls(str(place)) for place in places if place.exists()), None)
 
     def runtime(self) -> Path:
-        """The folder of the static runtime."""
+        """Return the folder of the static runtime; raise RuntimeError if there is none."""
         folders = ("lib64", "lib", "targets/*/lib", "lib/x64")
         found = [p for f in folders for p in self.root.glob(f"{f}/libcudart_static.a")]
         if not found:
@@ -76,7 +77,7 @@ class Toolkit:
         return found[0].parent
 
     def architectures(self) -> list[str]:
-        """The GPUs to build for: those that were named, or the usual ones that this compiler knows."""
+        """Return the GPUs to build for: TORCH_CUDA_ARCH_LIST, or the defaults that this compiler supports."""
         named = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
         if named:
             return named
@@ -84,7 +85,7 @@ class Toolkit:
         return [a for a in ARCHITECTURES if f"compute_{digits(a)}\n" in known + "\n"]
 
     def compile(self, source: Path, target: Path) -> None:
-        """One object that holds the kernels for all GPUs."""
+        """Compile the kernels for all GPUs into one object file."""
         command = [self.nvcc, "-c", str(source), "-o", str(target), "-std=c++17", "-O3", "-fmad=false"]
         command += ["--threads", "0", "-Xfatbin=-compress-all", f"-Xcompiler={','.join(['-fPIC', *FLAGS])}"]
         for architecture in self.architectures():
@@ -103,7 +104,7 @@ class Toolkit:
 
 
 def digits(architecture: str) -> str:
-    """90 of 9.0+PTX."""
+    """Return the digits of an architecture, such as 90 for 9.0+PTX."""
     number = architecture.removesuffix("+PTX").replace(".", "")
     if not re.fullmatch(r"\d+[af]?", number):
         raise RuntimeError(f"TORCH_CUDA_ARCH_LIST: expected numbers such as 9.0, but got {architecture!r}")
@@ -111,60 +112,62 @@ def digits(architecture: str) -> str:
 
 
 def reach_installed_torch() -> None:
-    """Let a build that pip isolates see the torch beside which the package is installed.
+    """Make the installed torch importable in a build that pip isolates.
 
-    pip's isolation hides what is installed but builds with the interpreter of the environment. It comes last,
-    after what the build requires. (uv isolates in an environment of its own: there nothing is found.)
+    pip's isolation hides the installed packages but runs the environment's interpreter, so that their folders
+    are known. They are searched last, after the build's requirements. uv isolates in an environment of its
+    own, where torch cannot be found.
     """
     if importlib.util.find_spec("torch") is None:
         sys.path += [sysconfig.get_path(name) for name in ("purelib", "platlib")]
 
 
-def reason_against() -> str | None:
-    """Why nothing can be compiled here, or None if it can."""
+def reason_not_to_compile() -> str | None:
+    """Return why nothing can be compiled here; None if it can."""
     reach_installed_torch()
     try:
         import torch
         from torch.utils import cpp_extension
     except ImportError as error:
         return (
-            f"torch cannot be imported by the build ({error}); install torch first. A tool that builds in an "
-            "environment of its own, such as uv, needs --no-build-isolation"
+            f"torch cannot be imported by the build ({error}). Install torch first; a tool that builds in a "
+            "separate environment, such as uv, also needs --no-build-isolation"
         )
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
-        return f"the native library needs torch >= 2.10, the build sees torch {torch.__version__}"
+        return f"the native library needs torch >= 2.10, but the build uses torch {torch.__version__}"
     compiler = cpp_extension.get_cxx_compiler()
     return None if shutil.which(compiler) else f"no C++ compiler: {compiler!r} is not on PATH"
 
 
 def find_toolkit() -> Toolkit | str:
-    """The toolkit for the CUDA kernels, or why they are not built."""
+    """Return the toolkit for the CUDA kernels, or why they are not built."""
     import torch
 
     if MODE == "cpu":
         return "FASTCLIP_BUILD=cpu"
     if MODE == "auto" and torch.version.cuda is None:
-        return "this torch has no CUDA"
+        return "torch was built without CUDA"
     try:
         toolkit = Toolkit.find()
         if toolkit is not None:
-            toolkit.runtime()  # raises where it is not there
+            toolkit.runtime()  # raises if it is missing
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         return str(error)
     if toolkit is None:
-        return "no nvcc (`pip install torch-fastclip[nvcc]` brings one)"
+        return "no nvcc (`pip install torch-fastclip[nvcc]` installs one)"
     if toolkit.version < (12, 1):
-        return f"nvcc 12.1 or later is needed, {toolkit.nvcc} is {'.'.join(map(str, toolkit.version))}"
+        found = ".".join(map(str, toolkit.version))
+        return f"nvcc 12.1 or later is required, but {toolkit.nvcc} is {found}"
     return toolkit
 
 
 def sources_of(folder: str) -> list[str]:
-    """The C++ files of a folder of csrc, as paths that setuptools takes."""
+    """Return the C++ files of a folder of csrc, relative to the root as setuptools requires."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).glob("*.cpp"))
 
 
 def build_command(toolkit: Toolkit | str) -> type:
-    """The command that compiles the libraries, the kernels first, and says how it ended."""
+    """Return the command that compiles the kernels, then the libraries, and reports the outcome."""
     import torch
     from torch.utils.cpp_extension import BuildExtension
 
@@ -177,11 +180,17 @@ def build_command(toolkit: Toolkit | str) -> type:
             except Exception as error:
                 if MODE != "auto":
                     raise
-                say(f"pure Python only, the native library did not compile: {error} (FASTCLIP_BUILD=auto)")
+                report_outcome(
+                    f"pure Python only, the native library did not compile: {error} (FASTCLIP_BUILD=auto)"
+                )
                 self.extensions: list = []
                 return
-            cuda = f"no CUDA kernels: {self.no_cuda}" if self.no_cuda else f"CUDA kernels by {toolkit}"
-            say(f"native CPU library, built with torch {torch.__version__}; {cuda} (FASTCLIP_BUILD={MODE})")
+            cuda = f"CUDA kernels built with {toolkit}"
+            if self.no_cuda:
+                cuda = f"no CUDA kernels: {self.no_cuda}"
+            report_outcome(
+                f"native CPU library built with torch {torch.__version__}; {cuda} (FASTCLIP_BUILD={MODE})"
+            )
 
         def build_extensions(self) -> None:
             kernels = Path(self.build_temp) / "kernels.o"
@@ -204,7 +213,7 @@ def build_command(toolkit: Toolkit | str) -> type:
 
 
 def native_extensions(toolkit: Toolkit | str) -> list:
-    """The CPU library and, with a toolkit, the CUDA library."""
+    """Return the extensions: the CPU library and, with a toolkit, the CUDA library."""
     import torch
     from torch.utils.cpp_extension import CppExtension
 
@@ -220,7 +229,8 @@ def native_extensions(toolkit: Toolkit | str) -> list:
         )
     ]
     if not isinstance(toolkit, str):
-        # libtorch.so brings what torch has for CUDA, and is not there when a CPU torch builds this.
+        # libtorch.so loads torch's CUDA libraries. They cannot be linked directly, as a CPU build of torch,
+        # which may compile this, does not have them.
         runtime = [f"-L{toolkit.runtime()}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         extension = CppExtension(
             CUDA,
@@ -235,7 +245,7 @@ def native_extensions(toolkit: Toolkit | str) -> list:
 
 
 def native_build() -> dict:
-    """The arguments of setup() that compile the native libraries."""
+    """Return the arguments of setup() that compile the native libraries."""
     toolkit = find_toolkit()
     if MODE == "cuda" and isinstance(toolkit, str):
         sys.exit(f"FASTCLIP_BUILD=cuda: {toolkit}")
@@ -250,7 +260,7 @@ def native_build() -> dict:
 
 
 class BuildLast(build_py):
-    """Collects the package's files after the compilation, so that the report tells how it ended."""
+    """Collect the package's files after compiling, so that the build report is among them."""
 
     def run(self) -> None:
         self.run_command("build_ext")
@@ -258,26 +268,27 @@ class BuildLast(build_py):
 
 
 class AnyPython(bdist_wheel):
-    """A wheel for this platform and any Python 3: the libraries know torch, and nothing of Python."""
+    """A wheel for this platform and any Python 3: the libraries use torch's API, not Python's."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
-def decide() -> dict:
+def setup_arguments() -> dict:
+    """Decide what to compile and return the arguments of setup()."""
     if MODE not in MODES:
         sys.exit(f"FASTCLIP_BUILD: expected one of {', '.join(MODES)}, but got {MODE!r}")
     if DESCRIBING & set(sys.argv) and not BUILDING & set(sys.argv):
-        return {}  # metadata and sources are the same everywhere; what was built stays as it is
-    reason = "FASTCLIP_BUILD=none" if MODE == "none" else reason_against()
+        return {}  # metadata and sources do not depend on the build; keep what was built
+    reason = "FASTCLIP_BUILD=none" if MODE == "none" else reason_not_to_compile()
     if reason is None:
         return native_build()
     if MODE in ("cpu", "cuda"):
         sys.exit(f"FASTCLIP_BUILD={MODE}: {reason}")
     for library in ROOT.glob("fastclip/*.so"):
         library.unlink()
-    say(f"pure Python only, no native library: {reason}")
+    report_outcome(f"pure Python only, no native library: {reason}")
     return {}
 
 
-setup(**decide())
+setup(**setup_arguments())

@@ -126,7 +126,7 @@ def test_the_wheel_serves_any_python(wheel):
     with zipfile.ZipFile(wheel) as archive:
         report = archive.read("fastclip/_build_report.txt").decode()
         if has_library(wheel):
-            assert report.startswith("native CPU library, built with torch")
+            assert report.startswith("native CPU library built with torch")
             library = archive.read(LIBRARY)
             assert str(Path(fastclip.__file__).parent).encode() not in library and b"/tmp/" not in library
 
