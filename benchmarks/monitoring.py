@@ -24,7 +24,7 @@ import torch
 import fastclip
 from fastclip.bench.workloads import SMOKE
 from fastclip.demo.character_model import FULL, QUICK, CharacterModel, Corpus
-from fastclip.monitor.measure.weights import EARLY, is_due
+from fastclip.monitor.measure.sampling import EARLY, is_due
 
 from . import provenance
 

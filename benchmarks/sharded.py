@@ -85,8 +85,8 @@ def main() -> int:
     for count, theirs, ours in measure(options.world):
         reached = theirs / ours >= BAR
         missed |= not reached and not SMOKE
-        verdict = f"{BAR:.0f}x {'yes' if reached else 'NO'}"
-        print(f"{count} | {theirs:.2f} | {ours:.2f} | {theirs / ours:.1f}x | {verdict}")
+        bar = f"{BAR:.0f}x {'yes' if reached else 'NO'}"
+        print(f"{count} | {theirs:.2f} | {ours:.2f} | {theirs / ours:.1f}x | {bar}")
     return int(missed)
 
 

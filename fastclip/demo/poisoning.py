@@ -30,8 +30,8 @@ def nan_counts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 def show_outcome(model: CharacterModel, batch: Batch) -> None:
     """Print how many parameters hold NaN, and the loss on the next batch."""
-    spoiled, count = len(nan_counts(model.named_parameters())), len(list(model.parameters()))
-    print(f"    parameters that hold NaN: {spoiled} of {count}")
+    affected, count = len(nan_counts(model.named_parameters())), len(list(model.parameters()))
+    print(f"    parameters that hold NaN: {affected} of {count}")
     print(f"    loss on the next batch: {model.loss(batch):.4f}\n")
 
 
@@ -67,8 +67,8 @@ def poison(training: TimedTraining, corpus: Corpus) -> list[str]:
     show_outcome(training.model, next_batch)
     total_norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), MAX_NORM)
     training.optimizer.step()
-    spoiled = f"{len(nan_counts(gradients.items()))} of {len(gradients)} tensors"
+    affected = f"{len(nan_counts(gradients.items()))} of {len(gradients)} tensors"
     print("  torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) with the same gradients")
-    print(f"    total norm {total_norm:.4f}; NaN is now in {spoiled}, and optimizer.step() uses it")
+    print(f"    total norm {total_norm:.4f}; NaN is now in {affected}, and optimizer.step() uses it")
     show_outcome(training.model, next_batch)
     return failures
