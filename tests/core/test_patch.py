@@ -25,7 +25,7 @@ def unpatched():
     assert snapshot() == before
 
 
-def test_inside_the_block_and_after():
+def test_patch_torch_in_a_with_block():
     before = snapshot()
     with fastclip.patch_torch():
         for name in PUBLIC:
@@ -35,14 +35,14 @@ def test_inside_the_block_and_after():
     assert snapshot() == before
 
 
-def test_undone_after_an_error():
+def test_patch_torch_is_undone_after_an_error():
     before = snapshot()
     with pytest.raises(KeyError), fastclip.patch_torch():
         raise KeyError
     assert snapshot() == before
 
 
-def test_for_good_until_undo():
+def test_patch_torch_lasts_until_undo():
     before = snapshot()
     patch = fastclip.patch_torch()
     assert torch.nn.utils.clip_grad_norm_ is fastclip.clip_grad_norm_
@@ -51,7 +51,7 @@ def test_for_good_until_undo():
     assert snapshot() == before
 
 
-def test_nested():
+def test_nested_patches_undo_their_own_changes():
     before = snapshot()
     with fastclip.patch_torch():
         with fastclip.patch_torch():
@@ -60,7 +60,7 @@ def test_nested():
     assert snapshot() == before
 
 
-def test_a_name_imported_before_is_reached(backend):
+def test_patch_torch_reaches_clip_grad_norm_imported_by_name(backend):
     """1e20 tells them apart: torch's own norm of it is Inf."""
     parameter = torch.nn.Parameter(torch.zeros(4))
 
@@ -75,7 +75,7 @@ def test_a_name_imported_before_is_reached(backend):
     assert norm() == float("inf")
 
 
-def test_training_code_works_under_the_patch(backend):
+def test_training_code_runs_under_patch_torch(backend):
     model = torch.nn.Linear(3, 2)
     with fastclip.patch_torch():
         model(torch.ones(1, 3)).sum().backward()

@@ -80,7 +80,7 @@ def train(directory: str, strategy: str, poisoned: int | None = None) -> dict[st
         "norms": [record.total_norm for record in records],
         "losses": [record.loss for record in records],
         "applied": [record.applied for record in records],
-        "told": [record.ranks.get("loss") for record in records],
+        "rank_losses": [record.ranks.get("loss") for record in records],
         "events": [(event.step, event.kind, event.rank) for event in callback.monitor.events],
         "logged": float(trainer.callback_metrics["fastclip/total_norm"]),
         "steps": trainer.global_step,

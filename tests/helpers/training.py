@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps of training without a model: optimizers of every kind, gradients with overflows, and loss scalers."""
+"""Training steps without a model: optimizers of every kind, gradients with overflows, and loss scalers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+import fastclip
+
 SHAPES = ((40, 30), (30,), (), (7, 11, 3), (0,), (2000,))
 MAX_NORM = 2.0
 LR = 0.01
@@ -18,7 +20,7 @@ Parameters = list[torch.nn.Parameter]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> Parameters:
-    """The same numbers at every call."""
+    """Return parameters with the same values at every call."""
     generator = torch.Generator().manual_seed(1)
     return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
 
@@ -40,14 +42,14 @@ OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
     "sgd_foreach": lambda p: SGD(p, lr=LR, momentum=0.9, dampening=0.5, foreach=True),
     "rmsprop": lambda p: RMSprop(p, lr=LR),
 }
-# A kernel clips for these; the last of them does not tell a loss scaler so.
+# These clip in their kernel; the last of them does not show it to a loss scaler.
 FUSED = [name for name in OPTIMIZERS if "_fused" in name and "partly" not in name]
 # The steps after which everything is compared: those with overflows and those next to them, and the last.
 CHECKED = (1, 2, 3, 4, 8, 9, 10, 24, 25, 50)
 
 
 def gradients(steps: int, dtype: torch.dtype = torch.float32) -> Iterator[list[Tensor]]:
-    """Lists of true gradients; the first two steps and some later ones hold Inf or NaN."""
+    """Yield true gradients of each step; the first two steps and some later ones hold Inf or NaN."""
     generator = torch.Generator().manual_seed(2)
     for step in range(steps):
         size = 10 ** torch.empty(()).uniform_(-4, 0, generator=generator).item()
@@ -67,7 +69,7 @@ def set_gradients(params: Parameters, grads: list[Tensor], scale: float = 1.0) -
 
 
 class TorchRun:
-    """What every other run is held against: torch's clipping and step; a non-finite step is not made."""
+    """The reference of other runs: torch's clipping and step; a non-finite step is skipped."""
 
     def __init__(self, name: str, dtype: torch.dtype = torch.float32) -> None:
         self.params = parameters(dtype)
@@ -83,14 +85,14 @@ class TorchRun:
 
 
 def assert_same_parameters(params: Parameters, gold: TorchRun, steps: int) -> None:
-    """Within what `steps` steps with coefficients one unit in the last place apart give."""
+    """Compare parameters with the tolerance of coefficients that differ by one ulp in each step."""
     tolerance = {"rtol": 2e-7 * steps, "atol": 2e-7 * LR * steps}
     for p, q in zip(params, gold.params, strict=True):
         torch.testing.assert_close(p, q, **tolerance)
 
 
 def assert_same_state(optimizer: Optimizer, gold: TorchRun, steps: int) -> None:
-    """The same entries with the same values; what a step that was left out may have made counts as zero."""
+    """Compare the optimizers' states; entries that only a skipped step has created count as zero."""
     for p, q in zip(
         (p for g in optimizer.param_groups for p in g["params"]),
         (p for g in gold.optimizer.param_groups for p in g["params"]),
@@ -107,3 +109,30 @@ def assert_same_state(optimizer: Optimizer, gold: TorchRun, steps: int) -> None:
             other = torch.zeros_like(value) if other is None else other
             largest = other.abs().max().item() if other.numel() else 0.0  # averages cancel to nearly 0
             torch.testing.assert_close(value, other, rtol=4e-7 * steps, atol=4e-7 * largest)
+
+
+def attached(name: str, **options) -> tuple[Parameters, Optimizer, fastclip.Handle]:
+    """Return an attached optimizer with its parameters and its handle."""
+    params = parameters()
+    optimizer = OPTIMIZERS[name](params)
+    return params, optimizer, fastclip.attach(optimizer, MAX_NORM, **options)
+
+
+SCALER_OPTIONS = {"init_scale": 64.0, "growth_interval": 3, "growth_factor": 4.0}
+
+
+def make_scaler(way: str, **options) -> torch.amp.GradScaler:
+    """Return fastclip's loss scaler if `way` names it, else torch's."""
+    kind = fastclip.GradScaler if "fastclip" in way else torch.amp.GradScaler
+    return kind("cpu", **{**SCALER_OPTIONS, **options})
+
+
+def scaled(n: int = 2, scale: float = 8.0, kind: type[torch.amp.GradScaler] = torch.amp.GradScaler):
+    """Return parameters whose gradients, all 2, are still scaled, with their optimizer and scaler."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(n)]
+    optimizer = SGD(params, lr=1.0)
+    scaler = kind("cpu", init_scale=scale)
+    scaler.scale(torch.zeros(()))
+    for p in params:
+        p.grad = torch.full_like(p, 2.0 * scale)
+    return params, optimizer, scaler

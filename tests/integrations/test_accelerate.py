@@ -99,7 +99,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["patch", "patch_torch", "monitor", "by_value"])
-def test_the_same_losses_and_norms_as_accelerate_alone(case, way):
+def test_losses_and_norms_match_accelerate_alone(case, way):
     options = CASES[case]
     clip_value = 0.01 if way == "by_value" else None
     expected = prepared(**options)
@@ -137,7 +137,7 @@ def test_the_same_losses_and_norms_as_accelerate_alone(case, way):
 
 
 @pytest.mark.parametrize("options", [{}, dict(scaled=True), dict(scaled=True, fused=False)])
-def test_a_batch_with_nan_is_left_out_and_named(options, tmp_path):
+def test_batch_with_nan_is_skipped_and_named(options, tmp_path):
     things = prepared(**options)
     monitor = AcceleratorMonitor(*things[:3], max_norm=0.2, log_dir=str(tmp_path))
     train(things, monitor=monitor, nan_at=(5,))
@@ -154,7 +154,7 @@ def test_a_batch_with_nan_is_left_out_and_named(options, tmp_path):
         assert monitor.records[3].loss_scale == 2.0**9 and things[0].scaler.get_scale() == 2.0**10
 
 
-def test_the_monitor_is_part_of_a_saved_state(tmp_path):
+def test_monitor_is_part_of_a_saved_state(tmp_path):
     def run(start, load):
         things = prepared()
         monitor = AcceleratorMonitor(*things[:3], max_norm=fastclip.policies.TrailingPercentile(50, 4, 2))
@@ -178,7 +178,7 @@ def test_the_monitor_is_part_of_a_saved_state(tmp_path):
         assert [getattr(r, name) for r in records] == [getattr(r, name) for r in expected[3:]], name
 
 
-def test_a_norm_that_is_asked_for_between_and_a_step_that_is_not_made():
+def test_clip_grad_norm_between_batches_and_without_a_step():
     things = prepared(accumulated=1)
     accelerator, model, optimizer, loader, _ = things
     batches = iter(loader)
@@ -212,7 +212,7 @@ def test_a_norm_that_is_asked_for_between_and_a_step_that_is_not_made():
     observer.close()
 
 
-def test_two_optimizers_are_clipped_each_by_itself_with_one_scaler():
+def test_two_optimizers_with_one_scaler_are_clipped_separately():
     accelerator, model, optimizer, loader, _ = prepared(scaled=True, accumulated=1)
     other = nn.Linear(3, 1)
     other, second = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
@@ -233,7 +233,7 @@ def test_two_optimizers_are_clipped_each_by_itself_with_one_scaler():
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "FSDP"])
-def test_what_clips_by_itself_is_refused(monkeypatch, kind):
+def test_backends_that_clip_themselves_raise(monkeypatch, kind):
     accelerator, model, optimizer, *_ = prepared()
     monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: DistributedType[kind]))
     monkeypatch.setattr(Accelerator, "is_fsdp2", property(lambda self: False), raising=False)
@@ -244,7 +244,7 @@ def test_what_clips_by_itself_is_refused(monkeypatch, kind):
     assert set(vars(accelerator)) == before
 
 
-def test_mistaken_arguments_leave_everything_as_it_was():
+def test_mistaken_arguments_raise_and_change_nothing():
     accelerator, model, optimizer, *_ = prepared()
     before = set(vars(accelerator))
     with pytest.raises(TypeError, match="expected accelerator to be an accelerate.Accelerator, but got int"):

@@ -134,7 +134,7 @@ def written(directory) -> list[dict]:
     return records
 
 
-def is_as_it_was(trainer) -> None:
+def assert_restored(trainer) -> None:
     assert not {"clip_grad_norm_", "clip_grad_value_", "backward"} & set(vars(trainer.accelerator))
     # A learning rate scheduler leaves a step of its own behind.
     assert not hasattr(trainer.optimizer.optimizer.step, "_fastclip_wrapper")
@@ -145,7 +145,7 @@ def is_as_it_was(trainer) -> None:
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_the_same_training_is_clipped_watched_and_logged_truly(tmp_path, accumulated):
+def test_training_matches_the_plain_trainer_and_is_recorded_and_logged(tmp_path, accumulated):
     limit = {1: 1.0, 2: 0.6}[accumulated]  # clips some of the steps
     options = dict(gradient_accumulation_steps=accumulated, optim="adamw_torch_fused", max_grad_norm=limit)
     plain = trainer_for(gpt2(), texts(), tmp_path / "plain", **options)
@@ -177,7 +177,7 @@ def test_the_same_training_is_clipped_watched_and_logged_truly(tmp_path, accumul
     assert logged(watched, "fastclip/clipped_share") == [float(r.clipped) for r in records]
     assert logged(watched, "fastclip/largest_norm") == [r.total_norm for r in records]
     assert [r["step"] for r in written(tmp_path / "log")] == list(range(12))
-    is_as_it_was(watched)
+    assert_restored(watched)
 
 
 class Doubled(Trainer):
@@ -189,7 +189,7 @@ class Doubled(Trainer):
 
 
 @pytest.mark.parametrize("case", ["label_smoothing", "own_loss", "fewer_batches_at_the_end", "bf16"])
-def test_the_recorded_loss_is_the_one_trained_on(tmp_path, case):
+def test_recorded_loss_is_the_one_trained_on(tmp_path, case):
     arguments = dict(gradient_accumulation_steps=2, max_steps=6)
     model, data, kind = gpt2(), texts(20), Trainer  # five batches: the last step of an epoch has one
     if case == "label_smoothing":
@@ -235,7 +235,7 @@ def without_ids(data: list[dict]) -> list[dict]:
     return [{name: value for name, value in sample.items() if name != "sample_ids"} for sample in data]
 
 
-def test_a_sample_with_nan_is_named_left_out_and_no_longer_hidden(tmp_path):
+def test_sample_with_nan_is_named_skipped_and_logged(tmp_path):
     callback = FastclipCallback(log_dir=str(tmp_path / "log"))
     trainer = trainer_for(
         Regression(),
@@ -264,18 +264,18 @@ def test_a_sample_with_nan_is_named_left_out_and_no_longer_hidden(tmp_path):
     assert math.isnan(logged(trainer, "train_loss")[0])
     assert all(math.isfinite(norm) for norm in logged(trainer, "fastclip/largest_norm"))
     assert len(written(tmp_path / "log")) == 10
-    is_as_it_was(trainer)
+    assert_restored(trainer)
 
 
-def essence(record) -> dict:
+def without_times(record) -> dict:
     """Of a record, what does not depend on the clock."""
-    told = record.to_dict()
+    fields = record.to_dict()
     for name in ("time", "step_time", "samples_per_second", "tokens_per_second", "memory", "ranks"):
-        told.pop(name, None)
-    return told
+        fields.pop(name, None)
+    return fields
 
 
-def test_a_resumed_training_has_the_same_records_and_events(tmp_path):
+def test_resumed_training_has_the_same_records_and_events(tmp_path):
     arguments = dict(save_strategy="steps", save_steps=7, gradient_accumulation_steps=2, max_steps=20)
 
     def run(directory, **further):
@@ -294,7 +294,7 @@ def test_a_resumed_training_has_the_same_records_and_events(tmp_path):
     [*checkpoints] = sorted(tmp_path.glob("checkpoint-*"))
     assert [path.name for path in checkpoints] == ["checkpoint-14", "checkpoint-20", "checkpoint-7"]
     resumed, records = run(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-14"))
-    assert [essence(r) for r in records] == [essence(r) for r in expected[14:]]
+    assert [without_times(r) for r in records] == [without_times(r) for r in expected[14:]]
     assert records[0].step == 14 and any(e for r in records for e in r.events)
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
     assert logged(resumed, "fastclip/max_norm") == logged(whole, "fastclip/max_norm")
@@ -322,12 +322,12 @@ class Counting(fastclip.monitor.detectors.Detector):
         return self.event(record, "warning", f"record {self.seen}") if self.seen % 3 == 0 else None
 
 
-def test_an_event_stops_the_training_or_lowers_its_rate(tmp_path):
+def test_actions_stop_raise_and_lower_the_learning_rate(tmp_path):
     def run(action):
         callback = FastclipCallback(detectors=[Counting()], actions={"third": action})
         trainer = trainer_for(gpt2(), texts(), tmp_path, callback, lr_scheduler_type="constant", max_steps=5)
         trainer.train()
-        is_as_it_was(trainer)
+        assert_restored(trainer)
         return list(callback.monitor.records)
 
     assert len(run("stop")) == 3
@@ -353,7 +353,7 @@ class Broken(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("where", ["data", "model", "step"])
-def test_a_training_that_raises_is_closed_and_its_error_recorded(tmp_path, where):
+def test_training_that_raises_is_closed_and_its_error_recorded(tmp_path, where):
     callback = FastclipCallback(log_dir=str(tmp_path / "log"))
     model = gpt2()
     data = Broken() if where == "data" else texts()
@@ -369,7 +369,7 @@ def test_a_training_that_raises_is_closed_and_its_error_recorded(tmp_path, where
     trainer.add_callback(Failing())
     with pytest.raises(OSError if where == "data" else ZeroDivisionError):
         trainer.train()
-    is_as_it_was(trainer)
+    assert_restored(trainer)
     records = written(tmp_path / "log")
     if where == "data":
         assert len(records) >= 3 and "error" not in records[-1]
@@ -389,7 +389,7 @@ class WithScaler(Trainer):
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_the_loss_scaler_is_the_trainers(tmp_path, optim):
+def test_loss_scaler_of_the_trainer_is_used(tmp_path, optim):
     arguments = dict(kind=WithScaler, optim=optim, gradient_accumulation_steps=2)
     plain = trainer_for(gpt2(), texts(), tmp_path, **arguments)
     plain.train()
@@ -412,7 +412,7 @@ def test_the_loss_scaler_is_the_trainers(tmp_path, optim):
     assert fastclip.optim.handle_of(watched.optimizer.optimizer) is None
 
 
-def test_without_a_limit_nothing_is_clipped_and_the_norm_is_logged(tmp_path):
+def test_max_grad_norm_zero_clips_nothing_and_logs_the_norm(tmp_path):
     callback = FastclipCallback()
     trainer = trainer_for(gpt2(), texts(), tmp_path, callback, max_grad_norm=0.0, max_steps=3)
     trainer.train()
@@ -424,7 +424,7 @@ def test_without_a_limit_nothing_is_clipped_and_the_norm_is_logged(tmp_path):
 @pytest.mark.parametrize(
     "policy", [fastclip.policies.ZClip(), fastclip.policies.SpikeSkip(window=8, minimum=4), 0.25]
 )
-def test_the_callbacks_own_limit_holds(tmp_path, policy):
+def test_max_norm_of_the_callback_overrides_max_grad_norm(tmp_path, policy):
     callback = FastclipCallback(policy)
     trainer = trainer_for(gpt2(), texts(), tmp_path, callback, gradient_accumulation_steps=2, max_steps=6)
     trainer.train()
@@ -436,7 +436,7 @@ def test_the_callbacks_own_limit_holds(tmp_path, policy):
         assert policy.state_dict()["state"]["loss_count"] == 6
 
 
-def test_a_second_training_begins_anew_and_a_removed_callback_does_nothing(tmp_path):
+def test_second_training_has_a_new_monitor_and_removed_callback_does_nothing(tmp_path):
     callback = FastclipCallback()
     trainer = trainer_for(gpt2(), texts(), tmp_path, callback, max_steps=2)
     trainer.train()
@@ -447,10 +447,10 @@ def test_a_second_training_begins_anew_and_a_removed_callback_does_nothing(tmp_p
     trainer.remove_callback(callback)
     trainer.train()
     assert callback.monitor is second and len(second.records) == 2
-    is_as_it_was(trainer)
+    assert_restored(trainer)
 
 
-def test_a_trainer_that_is_already_there(tmp_path):
+def test_watch_takes_an_existing_trainer(tmp_path):
     trainer = trainer_for(gpt2(), texts(), tmp_path, max_steps=2)
     trainer.add_callback(FastclipCallback())
     with pytest.raises(RuntimeError, match=r"callback\.watch\(trainer\) before train"):
@@ -464,7 +464,7 @@ def test_a_trainer_that_is_already_there(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "FSDP"])
-def test_what_clips_by_itself_is_refused_before_the_training(tmp_path, monkeypatch, kind):
+def test_backends_that_clip_themselves_raise_before_training(tmp_path, monkeypatch, kind):
     callback = FastclipCallback()
     trainer = trainer_for(gpt2(), texts(), tmp_path, callback)
     monkeypatch.setattr(
@@ -477,7 +477,7 @@ def test_what_clips_by_itself_is_refused_before_the_training(tmp_path, monkeypat
     assert trainer.state.global_step == 0 and trainer.optimizer is None
 
 
-def test_other_things_that_are_refused(tmp_path, monkeypatch):
+def test_apex_dataparallel_and_unknown_options_raise(tmp_path, monkeypatch):
     callback = FastclipCallback()
     trainer = trainer_for(gpt2(), texts(), tmp_path, callback)
     monkeypatch.setattr(trainer, "use_apex", True, raising=False)
@@ -492,7 +492,7 @@ def test_other_things_that_are_refused(tmp_path, monkeypatch):
         FastclipCallback(scheduler=None)
 
 
-def test_a_compiled_model_is_watched(tmp_path):
+def test_compiled_model_is_recorded(tmp_path):
     torch.compiler.reset()
     callback = FastclipCallback()
     trainer = trainer_for(
@@ -507,7 +507,7 @@ def test_a_compiled_model_is_watched(tmp_path):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_an_incident_of_the_trainer_is_replayed(tmp_path, accumulated):
+def test_incident_of_the_trainer_is_replayed(tmp_path, accumulated):
     from fastclip.replay.replay import replay
 
     class Spoilt(Trainer):

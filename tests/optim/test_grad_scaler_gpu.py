@@ -37,7 +37,7 @@ def set_gradients(params, step: int, scale: float) -> bool:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adamw_foreach"])
 @pytest.mark.parametrize("way", ["none", "torch", "fastclip"])
-def test_steps_equal_torchs(kind, way):
+def test_attached_steps_match_torch(kind, way):
     make = {
         "adamw": lambda p: AdamW(p, lr=1e-2, fused=True),
         "sgd": lambda p: SGD(p, lr=1e-2, momentum=0.9, fused=True),
@@ -72,7 +72,7 @@ def test_steps_equal_torchs(kind, way):
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_nothing_waits(kind, scaled, no_waiting):
+def test_attached_step_does_not_wait_for_the_gpu(kind, scaled, no_waiting):
     params = parameters()
     optimizer = kind(params, lr=1e-2, fused=True, **({"momentum": 0.9} if kind is SGD else {}))
     scaler = fastclip.GradScaler(GPU, init_scale=256.0, enabled=scaled)
@@ -90,7 +90,7 @@ def test_nothing_waits(kind, scaled, no_waiting):
     assert all(s["momentum_buffer"].isfinite().all() for s in optimizer.state.values() if kind is SGD)
 
 
-def test_a_captured_step():
+def test_captured_step_skips_on_each_replay():
     """Replays that skip and replays that do not, decided on the GPU each time."""
     params = parameters()
     optimizer = AdamW(params, lr=1e-2, fused=True, capturable=True)
@@ -118,7 +118,7 @@ def test_a_captured_step():
     assert handle.last_step_applied is True
 
 
-def test_a_foreach_step_in_a_graph_is_refused():
+def test_capturing_a_foreach_step_raises():
     params = parameters()
     optimizer = AdamW(params, lr=1e-2, foreach=True, capturable=True)
     fastclip.attach(optimizer, 1.0)
@@ -131,7 +131,7 @@ def test_a_foreach_step_in_a_graph_is_refused():
             optimizer.step()
 
 
-def test_the_scale_is_read_one_update_late():
+def test_scale_below_one_warns_one_update_late():
     params = parameters()
     optimizer = SGD(params, lr=1e-2, fused=True)
     scaler = fastclip.GradScaler(GPU, init_scale=2.0)

@@ -8,7 +8,6 @@ import torch
 from torch.optim import SGD, AdamW
 
 import fastclip
-from fastclip.optim import step_plan
 from fastclip.policies import AdaGC, SpikeSkip, TrailingPercentile, ZClip
 from helpers import training
 from helpers.cases import NAN, assert_bitwise_equal
@@ -22,13 +21,6 @@ SCALERS = {
     "torch": lambda **options: torch.amp.GradScaler("cpu", **options),
     "fastclip": lambda **options: fastclip.GradScaler("cpu", **options),
 }
-
-
-@pytest.fixture(params=[True, False], ids=["host", "device"])
-def host_knows(request, monkeypatch) -> bool:
-    if not request.param:
-        monkeypatch.setattr(step_plan, "is_on_host", lambda number: False)
-    return request.param
 
 
 def made(name):
@@ -53,7 +45,7 @@ def run(scaler, optimizer, params, grads, unscale=False):
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("way", SCALERS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_spike_is_skipped_and_the_scale_stays(name, way, unscale, host_knows):
+def test_policy_skip_leaves_the_scale_as_it_is(name, way, unscale, host_knows):
     params, optimizer = made(name)
     scaler = SCALERS[way](init_scale=1024.0, growth_interval=1000)
     policy = SpikeSkip(window=20, minimum=10)
@@ -79,7 +71,7 @@ def test_a_spike_is_skipped_and_the_scale_stays(name, way, unscale, host_knows):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skip_by_the_loss(name, host_knows):
+def test_spike_skip_skips_by_the_loss(name, host_knows):
     params, optimizer = made(name)
     scaler = fastclip.GradScaler("cpu", init_scale=16.0)
     handle = fastclip.attach(optimizer, SpikeSkip(window=20, minimum=10), scaler=scaler)
@@ -93,7 +85,7 @@ def test_a_skip_by_the_loss(name, host_knows):
 @pytest.mark.parametrize("make", [lambda: ZClip(warmup_steps=3), lambda: TrailingPercentile(50, 9, 3), AdaGC])
 @pytest.mark.parametrize("way", [*SCALERS, "clip_grad_norm_", "clip_"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_policies_see_true_norms(name, way, make):
+def test_policies_get_true_norms(name, way, make):
     """The run with a scaler is the run without, but for the rounding of a power of two: none."""
     params, optimizer = made(name)
     others, gold = made(name)
@@ -121,7 +113,7 @@ def test_policies_see_true_norms(name, way, make):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_a_call_cannot_skip_for_a_scaler():
+def test_clip_with_scaler_and_spike_skip_raises():
     """The scaler knows a skip only as an overflow, and would lower its scale."""
     params, optimizer = made("sgd")
     scaler = torch.amp.GradScaler("cpu")
@@ -133,7 +125,7 @@ def test_a_call_cannot_skip_for_a_scaler():
     fastclip.clip_(params, SpikeSkip(), nonfinite="skip", scaler=off, optimizer=optimizer)
 
 
-def test_a_call_that_skips_leaves_the_gradients():
+def test_clip_that_skips_leaves_the_gradients():
     params, _ = made("sgd")
     policy = SpikeSkip(window=10, minimum=5, max_norm=0.5)
     for step in range(10):
