@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small trainings that really go wrong, each for one reason, watched by the monitor."""
+"""Small trainings that really fail, each for one reason, with a monitor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTH = 32  # of a passage of text
 
 @dataclass
 class Outcome:
-    """What happened: the losses as they were, and what the monitor made of the run."""
+    """The losses of a training, and its monitor."""
 
     losses: list[float]
     monitor: Monitor
@@ -36,9 +36,9 @@ class Outcome:
         return None
 
     def first(self, *kinds: str) -> int | None:
-        """The step of the first warning or error, of some kinds or of any."""
-        told = [e for e in self.monitor.events if e.severity != "info"]
-        return next((e.step for e in told if not kinds or e.kind in kinds), None)
+        """Return the step of the first warning or error, of some kinds or of any."""
+        found = [e for e in self.monitor.events if e.severity != "info"]
+        return next((e.step for e in found if not kinds or e.kind in kinds), None)
 
 
 class Text:
@@ -87,7 +87,7 @@ class Recurrent(nn.Module):
 
 
 def language_model(kind: type[nn.Module], lr: float, steps: int, long_at: int | None = None) -> Outcome:
-    """AdamW on text; `long_at`: the step whose passages are eight times as long as the others."""
+    """Train with AdamW on text; `long_at`: the step whose passages are eight times as long as the others."""
     torch.manual_seed(0)
     text = Text()
     model = kind(text.symbols)
@@ -107,7 +107,7 @@ def language_model(kind: type[nn.Module], lr: float, steps: int, long_at: int | 
 
 
 def points(classes: int, steps: int, order: str = "mixed") -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-    """Noisy points round a centre a class; "sorted": the first half of the steps sees half of the classes."""
+    """Yield noisy points of each class; "sorted": the first half of the steps has half of the classes."""
     generator = torch.Generator().manual_seed(2)
     centres = 0.5 * torch.randn(classes, 16, generator=generator)
     for step in range(steps):
@@ -127,7 +127,7 @@ def classifier(
     label_at: int | None = None,
     num_classes: int | None = 10,
 ) -> Outcome:
-    """A small network that learns to tell ten classes apart; one batch may be poisoned."""
+    """Train a small classifier of ten classes; one batch may hold NaN or a label out of range."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -155,7 +155,7 @@ def classifier(
 
 
 def float16_regression(steps: int = 120, scaler_class: type = fastclip.GradScaler) -> Outcome:
-    """Targets of 100,000, as of prices that nobody has normalised: float16 ends at 65,504."""
+    """Train on targets of 100,000, as of prices that are not normalised: float16 ends at 65,504."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02, fused=True)
@@ -184,7 +184,7 @@ def float16_regression(steps: int = 120, scaler_class: type = fastclip.GradScale
 
 
 def float16_square_root(steps: int = 40) -> Outcome:
-    """The length of a vector that is zero: its gradient is NaN at any scale, while the loss looks healthy."""
+    """Train on the length of a zero vector: its gradient is NaN at any scale, its loss healthy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -58,11 +58,11 @@ class _PendingCopy:
 
 
 @contextmanager
-def arriving_late(late_too: bool):
-    """Everything that is told to the monitor comes to the host as from a GPU."""
+def copying_late(is_late: bool):
+    """Let all numbers reach the host late, as from a GPU."""
     random.seed(dist.get_rank())
     patch = mock.patch.multiple(async_copy, _PendingCopy=_PendingCopy, _is_on_gpu=lambda tensor: True)
-    with patch if late_too else nullcontext():
+    with patch if is_late else nullcontext():
         yield
 
 
@@ -77,7 +77,7 @@ def prepared(layout: str) -> nn.Module:
 
 
 def digest(model: nn.Module) -> str:
-    """Of the bits of all parameters, wherever they are."""
+    """Return a hash of the bits of all parameters, wherever they are."""
     found = hashlib.sha256()
     for weight in rank_jobs.weights_of(model).values():
         found.update(weight.contiguous().numpy().tobytes())
@@ -85,9 +85,12 @@ def digest(model: nn.Module) -> str:
 
 
 class Run:
-    """A training on every rank. `hurt`, {step: factor}, is done to rank 1: to `what`, a number of the
-    "targets" or the "loss" that is told. `tell`: "all"; "loss": no batches; "rank 0": losses there alone;
-    "rank 1": batches there alone; "late": losses after optimizer.step().
+    """A training on every rank.
+
+    Args:
+        hurt: {step: factor} by which rank 1 multiplies `what`, a number of the "targets" or the "loss".
+        tell: what the monitor is given: "all"; "loss": no batches; "rank 0": losses there alone; "rank 1":
+            batches there alone; "late": losses after optimizer.step().
     """
 
     def __init__(
@@ -125,9 +128,9 @@ class Run:
         if self.tell in ("all", "late") or self.tell == f"rank {self.rank}" == "rank 1":
             self.monitor.batch(x, y, sample_ids=[100 * step + 10 * self.rank + i for i in range(len(x))])
         loss = rank_jobs.loss_of(self.model, x, y)
-        told = loss.detach() * (factor if self.what == "loss" else 1.0)
+        given = loss.detach() * (factor if self.what == "loss" else 1.0)
         if self.tell in ("all", "loss") or self.tell == f"rank {self.rank}" == "rank 0":
-            self.monitor.loss(told)
+            self.monitor.loss(given)
         self.optimizer.zero_grad()
         if self.scaler is None:
             loss.backward()
@@ -137,7 +140,7 @@ class Run:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         if self.tell == "late":
-            self.monitor.loss(told)
+            self.monitor.loss(given)
         self.scheduler.step()
 
     def result(self) -> dict[str, Any]:
@@ -158,8 +161,8 @@ def plain(**options: Any) -> dict[str, Any]:
 
 
 def acting(action: str, tell: str, late_too: bool, look: bool, actions=None, hurt=None) -> dict[str, Any]:
-    """Takes an action for an event of rank 1 alone. "raised" is the step in which it was, and its rank."""
-    with arriving_late(late_too):
+    """Take an action for an event of rank 1 alone; "raised" is the step, rank and kind of the exception."""
+    with copying_late(late_too):
         given = {"alone": action, **(actions or {})}
         run = Run(tell=tell, detectors=[*default_detectors(), OnRankOne()], actions=given, hurt=hurt)
         raised = None
@@ -170,17 +173,17 @@ def acting(action: str, tell: str, late_too: bool, look: bool, actions=None, hur
         return run.result() | {"raised": raised}
 
 
-def holding(late_too=False, look=False, what="loss", **options: Any) -> dict[str, Any]:
-    """With rules that need fewer steps than the default ones."""
+def skipping(late_too=False, look=False, what="loss", **options: Any) -> dict[str, Any]:
+    """Skip steps by rules that need fewer steps than the default ones."""
     kinds = ("nonfinite", "loss_spike") if what == "loss" else ("norm_spike",)
     rule = functools.partial(SpikeRule, size=20, minimum=5)
-    with arriving_late(late_too), mock.patch.object(skip_latch, "SpikeRule", rule):
+    with copying_late(late_too), mock.patch.object(skip_latch, "SpikeRule", rule):
         run = Run(actions=dict.fromkeys(kinds, "skip"), what=what, **options)
         return run.steps(STEPS, look=look).result()
 
 
 def alone(hurt: dict[int, float]) -> list[dict[str, Any]]:
-    """One process with the whole model and batch; its records."""
+    """Return the records of one process with the whole model and batch."""
     model = rank_jobs.make_model()
     optimizer = rank_jobs.make_optimizer("sgd", model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
@@ -199,7 +202,7 @@ def alone(hurt: dict[int, float]) -> list[dict[str, Any]]:
 
 
 def ratio_of_shards() -> tuple[dict[str, float], dict[str, float]]:
-    """The update ratios of a step of FSDP2, and what they have to be."""
+    """Return the update ratios of a step of FSDP2, and what they have to be."""
     run = Run("fsdp2")
     before = {n: p.to_local().detach().clone() for n, p in run.model.named_parameters()}
     run.steps(1)
@@ -212,7 +215,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast"
 
 
 def counted(layout: str, steps: int, **options: Any) -> list[int]:
-    """Collectives of each step, without those of torch itself: with a monitor and with attach alone."""
+    """Count the collectives of each step, and of close(), without those of torch itself."""
     run = Run(layout, **options)
     seen = []
     with ExitStack() as stack:
@@ -227,7 +230,7 @@ def counted(layout: str, steps: int, **options: Any) -> list[int]:
 
 
 def without_a_monitor_on_the_other() -> tuple[str, list[int], list[int]]:
-    """What a rank alone is told; the collectives of a monitor that does not compare, and of one that does."""
+    """Return the error of a rank alone, and the collectives without and with comparing ranks."""
     message = ""
     for rank in (0, 1, 0):  # each comes when the one before has given up
         with mock.patch.object(rank_sync, "TIMEOUT", 0.3):
@@ -251,7 +254,7 @@ def different_skips() -> str:
 
 
 def uneven() -> str:
-    """Rank 1 makes one step more. What it is told comes from torch, in the backward pass."""
+    """Let rank 1 make one step more; torch fails, in the backward pass."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     model = DistributedDataParallel(rank_jobs.make_model(), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -273,7 +276,7 @@ def uneven() -> str:
 
 
 def failing_batch() -> list[str]:
-    """Rank 1 cannot read one batch and takes the next: its steps have other numbers from then on."""
+    """Let rank 1 fail to read one batch and take the next: its steps have other numbers from then on."""
     run = Run(weights_every=4)
     for step in range(STEPS):
         if step == 2 and dist.get_rank() == 1:
@@ -284,7 +287,7 @@ def failing_batch() -> list[str]:
 
 
 def resumable(saved: str, path: str, first: int, steps: int) -> tuple:
-    """Goes on with what lies in `saved`. Saves in `path`, and then the process group goes first."""
+    """Resume from `saved`; save in `path`, and then end the process group before the monitor."""
     run = Run(hurt={10: NAN}, detectors=[*default_detectors(), OnRankOne()], actions={"alone": "lower_lr"})
     parts = {name: getattr(run, name) for name in ("model", "optimizer", "scheduler", "monitor")}
     if saved:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A training small enough for every test of the monitor: its model, its batches and its loop."""
+"""A small training for tests of the monitor: its model, its batches and its loop."""
 
 import math
 
@@ -24,7 +24,7 @@ def loss_of(model, batch):
 
 
 def run(monitor, model, optimizer, steps, scale_at=(), nan_at=(), start=0):
-    """Steps whose loss is multiplied with 1000, or whose batch holds NaN, at some of them."""
+    """Make steps; at some of them the loss is multiplied by 1000, or the batch holds NaN."""
     for step, (inputs, labels) in enumerate(batches(start + steps)):
         if step < start:
             continue

@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[Callable[[], Outcome], str, str]] = {
     "LSTM, long passages": (lambda: language_model(Recurrent, 0.003, 42, 40), "batch_shift", "length"),
     "NaN feature": (lambda: classifier(42, nan_at=40), "bad_batch", "nonfinite_batch"),
     "label out of range": (lambda: classifier(42, label_at=40), "bad_batch", "labels"),
-    "label, classes not told": (
+    "label, unknown number of classes": (
         lambda: classifier(42, label_at=40, num_classes=None),
         "batch_shift",
         "labels",

@@ -259,4 +259,4 @@ def test_full_disk_loses_only_the_records_it_met(tmp_path):
     log = read_log(tmp_path)
     lost = sorted({*range(60)} - {*steps_of(log)})
     assert log.warnings == [] and lost == [*range(lost[0], 40)] and lost[0] > 10
-    assert failures == len(lost), "each loss was told"
+    assert failures == len(lost), "each loss was counted"

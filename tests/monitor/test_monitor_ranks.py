@@ -89,7 +89,7 @@ def test_rank_differs_reports_each_rank_once():
     assert update(1, loss=[1.0, NAN]) is None  # it lasts
     assert update(2, loss=[NAN, 1.0]) == ("error", 0)
     assert update(3, batch_nonfinite=[0.0, 3.0], requests=[0.0, 0.0]) == ("error", 1)  # losses are not known
-    assert update(20, batch_nonfinite=[NAN, 3.0]) == ("error", 1)  # rank 0 was not told its batch
+    assert update(20, batch_nonfinite=[NAN, 3.0]) == ("error", 1)  # rank 0 was given no batch
     assert update(40, loss=[NAN, NAN]) is None
     assert update(41) is None
 
@@ -145,8 +145,8 @@ def test_each_rank_has_its_log(two, tmp_path, capsys):
     run(two, "plain", hurt={6: NAN}, log_dir=str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank00000.jsonl", "rank00001.jsonl"]
     assert main(["diagnose", str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    data = next(line for line in told.splitlines() if line.startswith("data"))
+    shown = capsys.readouterr().out
+    data = next(line for line in shown.splitlines() if line.startswith("data"))
     assert "step 6, rank 1: " in data and "samples 610, 611, 612, 613" in data
 
 
@@ -194,9 +194,9 @@ def test_monitor_raises_on_joint_actions_without_compare_ranks(two):
         assert "for the same kinds of events on every rank" in message
 
 
-# Leaving steps out.
+# Skipping steps.
 
-HELD = [
+SKIPPING = [
     ("sgd", "ddp", None, "loss"),
     ("sgd", "fsdp2", None, "targets"),
     ("adamw_fused", "fsdp2", None, "loss"),
@@ -207,12 +207,12 @@ HELD = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout", "scaler", "what"), HELD)
+@pytest.mark.parametrize(("kind", "layout", "scaler", "what"), SKIPPING)
 def test_all_ranks_skip_the_same_steps(two, kind, layout, scaler, what):
     """A loss that is NaN and one that spikes, or a target that makes the norm spike, on one rank of two."""
     hurt = {2: NAN, 9: 1e4} if what == "loss" else {9: 1e4}
     options = {"kind": kind, "layout": layout, "scaler": scaler, "what": what}
-    results = run(two, "holding", hurt=hurt, max_norm=100.0, **options)
+    results = run(two, "skipping", hurt=hurt, max_norm=100.0, **options)
     assert_same(results, *GLOBAL[:-1])
     for result in results:
         records, digests = result["records"], result["digests"]
@@ -225,10 +225,12 @@ def test_all_ranks_skip_the_same_steps(two, kind, layout, scaler, what):
 @pytest.mark.parametrize("tell", ["all", "rank 1", "late"])
 @pytest.mark.parametrize("late_too", [False, True])
 def test_bad_loss_of_one_rank_skips_the_step_on_all(two, tell, late_too):
-    results = run(two, "holding", late_too, True, tell=tell, what="loss", hurt={9: NAN})
+    results = run(two, "skipping", late_too, True, tell=tell, what="loss", hurt={9: NAN})
     assert_same(results, *GLOBAL[:-1])
-    held = [r["step"] for r in results[0]["records"] if r["held"]]
-    assert held == ([9] if tell == "all" else [])  # a batch is no loss, and the step is over before the loss
+    skipped = [r["step"] for r in results[0]["records"] if r["held"]]
+    assert skipped == (
+        [9] if tell == "all" else []
+    )  # a batch is no loss, and the step is over before the loss
 
 
 # What goes wrong elsewhere.

@@ -23,7 +23,7 @@ from helpers.log_samples import INF, NAN, RECORD
 
 
 class Broken:
-    """A sink that fails, as told, at some steps."""
+    """A sink that fails at some steps."""
 
     def __init__(self, steps, error=None):
         self.steps, self.error, self.calls = steps, error or OSError("no space"), []
