@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastclip
 from fastclip.monitor.incidents import files
 from helpers import rank_jobs
-from helpers.rank_jobs_monitor import arriving_late, digest
+from helpers.rank_jobs_monitor import copying_late, digest
 
 
 class Centred(nn.Module):
@@ -123,7 +123,7 @@ def train(
     told: list[str] = []
     digests = {}
     with ExitStack() as stack:
-        stack.enter_context(arriving_late(late))
+        stack.enter_context(copying_late(late))
         if full_disk:
             stack.enter_context(mock.patch.object(files, "save_object", Refused()))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
