@@ -7,7 +7,7 @@ TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test test-full bench bench-smoke gpu-check wheel docs lint format types clean
+.PHONY: install demo test test-slow test-full bench bench-smoke gpu-check wheel docs lint format types clean
 
 install: $(VENV)/installed $(VENV)/oldest-installed
 
@@ -38,6 +38,10 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses=logical
 
 test: install
 	$(PYTEST) -m "not slow and not gpu"
+
+# test-slow: the tests that `make test` leaves to it, as each takes long. test-full: all tests.
+test-slow: install
+	$(PYTEST) -m "slow and not gpu"
 
 test-full: install
 	$(PYTEST) -m "not gpu"

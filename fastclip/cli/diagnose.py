@@ -11,7 +11,7 @@ import sys
 
 from ..monitor import Event, diagnose
 from ..monitor.diagnosis.diagnose import worst_event
-from .logs import add_log, read_log_argument
+from .log_argument import add_log, read_log_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

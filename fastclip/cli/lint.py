@@ -19,7 +19,7 @@ from typing import Any
 from ..logs import verdict_of
 from ..logs.health import NO_STEPS
 from ..monitor.sinks import LogError
-from .logs import LOG_HELP, read_log_argument
+from .log_argument import LOG_HELP, read_log_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

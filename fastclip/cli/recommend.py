@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from ..monitor import recommend
-from .logs import add_log, read_log_argument
+from .log_argument import add_log, read_log_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..logs import read_run
 from ..report import write_report
-from .logs import LOG_HELP
+from .log_argument import LOG_HELP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

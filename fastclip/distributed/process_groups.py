@@ -35,9 +35,7 @@ def require_process_group(process_group: ProcessGroups) -> ProcessGroups:
     if process_group is None:
         return None
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "expected torch.distributed to be initialized where process_group is given, but it is not"
-        )
+        raise RuntimeError("expected torch.distributed to be initialized, since process_group was given")
     known = process_group
     if isinstance(process_group, Mapping):
         known = {group: list(parameters) for group, parameters in process_group.items()}

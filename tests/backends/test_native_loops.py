@@ -58,8 +58,13 @@ BUILDS = {
     "sanitizers": Build("g++", SANITIZERS),
     "aarch64": Build("aarch64-linux-gnu-g++", ("-static",), "qemu-aarch64"),
 }
+# `make test` runs what g++ makes; the other builds take as long again, each.
 RUNS = [
-    pytest.param(build, instruction_set, id=f"{build}-{instruction_set}")
+    pytest.param(
+        *(build, instruction_set),
+        id=f"{build}-{instruction_set}",
+        marks=[pytest.mark.slow] * (build != "g++"),
+    )
     for build in BUILDS
     for instruction_set in INSTRUCTION_SETS
     if build != "aarch64" or instruction_set == "baseline"
@@ -173,7 +178,7 @@ def needs(tool: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not here, reason=f"needs {tool} and x86-64 Linux")
 
 
-OBJECTS = pytest.mark.parametrize("build", ["g++", "clang++"])
+OBJECTS = pytest.mark.parametrize("build", ["g++", pytest.param("clang++", marks=pytest.mark.slow)])
 
 
 @needs("nm")

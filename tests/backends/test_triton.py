@@ -22,7 +22,8 @@ if reason := triton.reason_absent():
     pytest.skip(reason, allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ["cuda 80", "cuda 90", "cuda 100", "cuda 120", "hip gfx90a", "hip gfx942"]
+# `make test` compiles for one of them; each takes seconds.
+TARGETS = ["cuda 90", "cuda 80", "cuda 100", "cuda 120", "hip gfx90a", "hip gfx942"]
 
 
 def compile_for(target: str) -> dict[str, dict[str, int]]:
@@ -35,13 +36,16 @@ def compile_for(target: str) -> dict[str, dict[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, Future]:
-    """All targets at once, a process a core."""
+def compiled(request) -> dict[str, Future]:
+    """Compile for the targets of the selected tests at once, one process per core."""
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {target: pool.submit(compile_for, target) for target in TARGETS}
+        yield {p["target"]: pool.submit(compile_for, p["target"]) for p in parameters if "target" in p}
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=[pytest.mark.slow] * (t != TARGETS[0])) for t in TARGETS]
+)
 def test_kernels_compile_without_spills_and_with_wide_loads(compiled, target):
     found = compiled[target].result()
     assert len(found) == 13
@@ -64,6 +68,7 @@ interpreted = pytest.mark.skipif(
 
 
 @interpreted
+@pytest.mark.slow  # a quarter of a minute, a program of the interpreter after the other
 def test_thousands_of_gradients():
     """More than one block of rows, once: the interpreter takes milliseconds for each gradient."""
     grads = [cases.normal(DTYPES[i % 4], i % 3) for i in range(1100)]

@@ -189,6 +189,7 @@ def test_collectives_are_those_of_the_formula(ranks, norm_type, with_group):
             assert [size for size, _ in seen] == sizes
 
 
+@pytest.mark.slow  # eight processes on a few cores
 def test_collectives_of_eight_processes():
     """8 ranks on any number of cores: 2 x 4, so that both dimensions shard."""
     processes = Ranks(8)
@@ -199,6 +200,7 @@ def test_collectives_of_eight_processes():
     assert all([numel for _, numel in own] == list(cost([4, 3], 8).sizes) for own in seen)
 
 
+@pytest.mark.slow  # torchrun starts two processes of its own
 def test_the_example(tmp_path):
     """examples/fsdp2.py, started by torchrun as its users do."""
     example = Path(__file__).parents[2] / "examples" / "fsdp2.py"

@@ -44,7 +44,11 @@ def directory_of_old_versions() -> str:
     pytest.skip(reason)
 
 
-@pytest.mark.parametrize("files", [("test_transformers.py", "test_accelerate.py"), LIGHTNING])
+# Each takes half a minute; `make test` runs one.
+@pytest.mark.parametrize(
+    "files",
+    [pytest.param(("test_transformers.py", "test_accelerate.py"), marks=pytest.mark.slow), LIGHTNING],
+)
 def test_integrations_work_with_the_oldest_versions(files):
     directory = directory_of_old_versions()
     paths = [str(HERE / name) for name in files]

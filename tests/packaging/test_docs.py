@@ -297,6 +297,7 @@ def test_notebook_is_generated_from_its_page():
     assert written == pages.notebook(QUICK_START), "run `python tests/helpers/pages.py`"
 
 
+@pytest.mark.slow  # a kernel of Jupyter; the page itself runs in `make test`
 def test_notebook_prints_what_its_page_shows(tmp_path, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

@@ -21,7 +21,7 @@ LIBRARY = "fastclip/libfastclip_cpu.so"
 # What only a clone needs.
 CLONE_ONLY = (".ci/", ".gitignore", ".github/")
 MADE = {"PKG-INFO", "setup.cfg"}
-EXTRAS = {"bench", "demo", "dev", "hf", "lightning", "nvcc", "report", "tensorboard", "test"}
+EXTRAS = {"bench", "demo", "dev", "docs", "hf", "lightning", "nvcc", "report", "tensorboard", "test"}
 
 if not (ROOT / "setup.py").exists():
     pytest.skip("the tests run against an installed package, not a source tree", allow_module_level=True)
