@@ -43,7 +43,6 @@ LAYERS = [
 
 # Names that stand in several packages for the same concept.
 SHARED_NAMES = {
-    "FastclipCallback": "the callback of each trainer",
     "arguments": "checks of arguments, of policies and of the monitor",
     "base": "the base class of a package: of policies, of detectors",
     "bench": "the command and its package",
