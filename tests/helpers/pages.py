@@ -363,7 +363,7 @@ def _serve_command(words: list[str], directory: str, environment: dict[str, str]
         sys.argv[:] = words
         sys.exit(main(words[1:]))
     sys.argv[:] = words[1:]
-    runpy.run_path(words[1], run_name="__main__")
+    runpy.run_path(os.path.abspath(words[1]), run_name="__main__")
 
 
 if __name__ == "__main__":
