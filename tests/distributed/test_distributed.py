@@ -155,6 +155,7 @@ def test_flat_shards_of_fsdp1(ranks):
         assert norm == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow  # waits until a process is given up
 def test_a_rank_that_hangs_fails_the_test_and_leaves_no_process(monkeypatch):
     from helpers import ranks as module
 

@@ -65,7 +65,11 @@ def test_step_matches_clip_grad_norm_in_other_dtypes(name, dtype, host_knows):
         torch.testing.assert_close(p.grad, q.grad, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad", "Derived"])
+# Each is a process that imports torch; `make test` runs two.
+@pytest.mark.parametrize(
+    "kind",
+    ["Adam", "Derived", *(pytest.param(k, marks=pytest.mark.slow) for k in ("AdamW", "SGD", "Adagrad"))],
+)
 def test_fused_kernels_clip_unless_a_subclass_overrides_step(kind):
     """In a fresh process: torch wraps the step of a class anew when it first makes an optimizer of it."""
     code = (

@@ -157,6 +157,7 @@ def test_an_isolated_build_sees_the_torch_that_is_installed(project, tmp_path, e
     assert LIBRARY in wheel.files() and f"built with torch {torch.__version__}" in wheel.report()
 
 
+@pytest.mark.slow  # two builds of a wheel
 def test_auto_with_a_compiler_that_fails(project, tmp_path):
     needs_modern_torch()
     wheel = Wheel(project, CXX=script(tmp_path / "broken-compiler", "echo no such luck >&2\nexit 1"))
@@ -187,6 +188,7 @@ def without_nvcc(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(tools), "CUDA_HOME": "", "CUDA_PATH": ""}
 
 
+@pytest.mark.slow  # two builds of a wheel
 def test_cuda_without_a_toolkit(project, tmp_path, empty_compiler):
     """Asked for by name, its absence ends the build; else it is told and the CPU library built."""
     needs_modern_torch()
