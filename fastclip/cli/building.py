@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Functions of the user that the command line names as MODULE:FUNCTION, such as training:build."""
+"""Import of functions given on the command line as MODULE:FUNCTION, such as training:build."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..replay.build import ReplayError, error_line
 
 
 def function_named(text: str) -> Callable[[], Any]:
-    """Raises ReplayError if it cannot be imported or called."""
+    """Import the function; raise ReplayError if that fails or it is not callable."""
     module_name, _, name = text.partition(":")
     if not module_name or not name:
         raise ReplayError(f"expected MODULE:FUNCTION such as train:build, but got {text!r}")
     try:
         function = attrgetter(name)(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
-        raise ReplayError(f"{text}: there is no module {error.name!r}") from error
+        raise ReplayError(f"{text}: no module named {error.name!r}") from error
     except AttributeError as error:
         raise ReplayError(f"{text}: {error}") from error
     except Exception as error:
@@ -33,7 +33,7 @@ def function_named(text: str) -> Callable[[], Any]:
 
 @contextmanager
 def importable(directory: str) -> Iterator[None]:
-    """Modules of a directory can be imported meanwhile."""
+    """Make the modules of a directory importable for the duration of the context."""
     before = list(sys.path)
     sys.path.insert(0, directory)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""List the incidents that a monitor has saved, and whether they are whole.
+"""List the incidents that a monitor saved, and whether they are whole.
 
 Exit status: 0 if none is damaged, 1 if one is, 2 if the directory cannot be read.
 """
@@ -16,8 +16,10 @@ _HEADINGS = ("step", "kind", "severity", "ranks", "size", "state", "age", "name"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", help="directory of a monitor's incidents")
-    parser.add_argument("--quick", action="store_true", help="compare the sizes of files, not their hashes")
+    parser.add_argument("directory", help="directory of the incidents of a monitor")
+    parser.add_argument(
+        "--quick", action="store_true", help="compare only the sizes of files, not their hashes"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,7 +49,7 @@ def _row(summary: IncidentSummary) -> tuple[str, ...]:
 
 
 def shown_size(count: float) -> str:
-    """Of bytes, such as "3.2 MiB"."""
+    """Return a number of bytes as text, such as "3.2 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -56,7 +58,7 @@ def shown_size(count: float) -> str:
 
 
 def shown_age(seconds: float) -> str:
-    """In the largest unit of which there are at least two; clocks of machines may differ a little."""
+    """Return an age in the largest unit that gives at least 2; it may be negative if clocks differ."""
     for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run the step of an incident again: does it come out the same, and which sample or setting is its cause?
+"""Replay the step of an incident and look for the sample or setting that causes it.
 
 The function is called without arguments and returns (model, optimizer, loss_function), or an object with
 these attributes and optionally scheduler and scaler; see fastclip.replay. Modules of the working directory
 can be imported.
 
-Exit status: 0 if it is reproduced, 1 if not, 2 if it cannot be run.
+Exit status: 0 if the step is reproduced, 1 if not, 2 if it cannot be run.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from .building import function_named, importable
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("incident", help="directory of the incident, or of one rank in it")
-    parser.add_argument("build", metavar="MODULE:FUNCTION", help="what makes the model, such as train:build")
-    parser.add_argument("--rank", type=int, help="run the batches of this rank only (default: of all)")
+    parser.add_argument(
+        "build", metavar="MODULE:FUNCTION", help="function that builds the model, such as train:build"
+    )
+    parser.add_argument("--rank", type=int, help="replay the batches of this rank only (default: all ranks)")
     parser.add_argument(
         "--steps",
         nargs="?",
         const="all",
         choices=["1", "all"],
         default="1",
-        help="replay all steps from the snapshot on too",
+        help="1, or all for all steps from the snapshot on too",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result here")
+    parser.add_argument("--json", metavar="FILE", help="write the result to this file")
     parser.add_argument("--no-variants", action="store_true", help="do not look for the cause")
 
 
@@ -62,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None] | None]:
-    """A bar on a terminal, where tqdm is installed."""
+    """Show a progress bar on a terminal, if tqdm is installed."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Show what an incident holds: the event, the numbers of its step, parameters, batch, versions, files.
+"""Show what an incident holds: event, numbers of the step, parameters, batch, versions and files.
 
-Exit status: 0, 1 if a rank or a part of it was not saved, 2 if it is damaged or cannot be read.
+Exit status: 0 if it is whole, 1 if a rank or a part was not saved, 2 if it is damaged or cannot be read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _MOST_PARAMETERS = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("incident", help="directory of an incident, or of one rank in it")
-    parser.add_argument("--quick", action="store_true", help="compare the sizes of files, not their hashes")
+    parser.add_argument(
+        "--quick", action="store_true", help="compare only the sizes of files, not their hashes"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,7 +89,7 @@ def _pairs(values: dict[str, Any]) -> list[str]:
 
 
 def _parameters(manifest: dict[str, Any]) -> list[str]:
-    """Those with the most non-finite elements first, as the manifest has them."""
+    """Return a line for each of the first parameters, in the order of the manifest: the worst first."""
     found = [p for p in manifest.get("parameters") or [] if isinstance(p, dict)]
     width = max((len(str(p.get("name"))) for p in found[:_MOST_PARAMETERS]), default=0)
     lines = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run the step of a saved incident again and find out what made it fail."""
+"""Replay of the step of a saved incident, and the search for what made it fail."""
 
 from .build import ReplayError
 from .replay import replay

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The samples of a step that make it fail: halved until a smallest failing subset is left."""
+"""The search for the samples that make a step fail, by delta debugging."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .failure import Failure
 from .run_step import StepRunner
 from .step_parts import BatchPart, MicroBatch, RunMode, has_batch_norm
 
-MOST_LOSSES = 1024  # samples whose losses are taken one by one
-_MOST_SUBSETS = 8  # smallest failing ones, each apart from the others
+MOST_LOSSES = 1024  # samples whose losses are computed one by one
+_MOST_SUBSETS = 8  # disjoint minimal failing subsets
 _MOST_RUNS = 300
 
 Item = TypeVar("Item", bound=Hashable)
 
 
 class DeltaDebugging:
-    """Delta debugging (Zeller and Hildebrandt, 2002) on a predicate that is asked once for each subset.
+    """Delta debugging (Zeller and Hildebrandt, 2002) with a predicate that is evaluated once for each subset.
 
-    One guilty item of n is found with at most 2 log2(n) questions. After `most` questions the answers to all
-    further ones are no: what is found then fails, but may not be the smallest.
+    One guilty item of n is found with at most 2 log2(n) evaluations. After `most` evaluations all further
+    subsets count as good: what is found then still fails, but may not be minimal.
     """
 
     def __init__(self, fails: Callable[[tuple[Any, ...]], bool], most: int = _MOST_RUNS) -> None:
@@ -35,9 +35,11 @@ class DeltaDebugging:
 
     @property
     def asked(self) -> int:
+        """The number of subsets evaluated."""
         return len(self._known)
 
     def fails(self, items: Sequence[Any]) -> bool:
+        """Return whether the subset fails; the empty one never does."""
         key = frozenset(items)
         if key not in self._known:
             if len(self._known) >= self._most:
@@ -46,7 +48,7 @@ class DeltaDebugging:
         return self._known[key]
 
     def smallest(self, items: Sequence[Item]) -> list[Item]:
-        """A subset that fails, none of whose parts does when one item is left out. `items` must fail."""
+        """Return a failing subset of the failing `items` that passes once any one item is removed."""
         left, pieces = list(items), 2
         while len(left) > 1:
             chunks = _split(left, pieces)
@@ -65,7 +67,7 @@ class DeltaDebugging:
         return left
 
     def all_smallest(self, items: Sequence[Item], most: int = _MOST_SUBSETS) -> tuple[list[list[Item]], bool]:
-        """Smallest failing subsets that share nothing, and whether what is left without them fails still."""
+        """Return disjoint minimal failing subsets, and whether the rest still fails."""
         found: list[list[Item]] = []
         left = list(items)
         while len(found) < most and self.fails(left):
@@ -82,15 +84,16 @@ def _split(items: list[Item], pieces: int) -> list[list[Item]]:
 
 @dataclass
 class SampleReport:
-    """What is known of the samples of a step.
+    """What a search found about the samples of a step.
 
     Attributes:
-        count: how many there are.
-        losses: of each sample alone, the worst first: id, micro_batch, index, loss, and rank.
-        guilty: smallest subsets that fail, each as such entries without a loss; empty if none was looked for.
+        count: the number of samples.
+        losses: the loss of each sample alone, the worst first: id, micro_batch, index, loss and rank.
+        guilty: minimal failing subsets, as such entries without a loss; empty if there was no failure to
+            search for.
         rest_fails: whether the step fails without them too; then the samples are not its cause.
-        runs: how many subsets were run.
-        notes: how it was done where that matters.
+        runs: the number of subsets run.
+        notes: remarks on how the search was done.
     """
 
     count: int
@@ -102,7 +105,7 @@ class SampleReport:
 
     @property
     def is_cause(self) -> bool:
-        """Whether few of the samples make the step fail, and all others do not."""
+        """Whether a few samples make the step fail, and the others do not."""
         found = sum(map(len, self.guilty))
         return bool(found) and not self.rest_fails and (found == 1 or 4 * found <= self.count)
 
@@ -113,7 +116,7 @@ class SampleReport:
 
 
 class SampleSearch:
-    """Asks a runner about the samples of the micro-batches of one step."""
+    """Search among the samples of all micro-batches of one step."""
 
     def __init__(
         self,
@@ -126,23 +129,22 @@ class SampleSearch:
         self._runner, self._micros, self._mode, self._failure = runner, list(micros), mode, failure
         self._tick = tick
         self._items = [(m, i) for m, micro in enumerate(micros) for i in range(micro.size)]
-        self._adds_up = False  # whether the loss is a sum over the samples, not a mean
-        self._refused = 0
+        self._adds_up = False  # whether the loss is a sum over samples rather than a mean
+        self._refused, self._reason = 0, ""
         self.report = SampleReport(len(self._items))
 
     def search(self) -> SampleReport:
+        """Compute the losses of single samples and, given a failure, find the guilty ones."""
         report = self.report
         if len(self._items) < 2:
-            report.notes.append("there are not two samples to tell apart")
+            report.notes.append("fewer than two samples: nothing to search")
             return report
         self._take_losses()
         if self._failure is not None:
             self._adds_up = self._is_a_sum()
             self._find_guilty(self._failure)
         if self._refused:
-            report.notes.append(
-                f"{self._refused} subsets could not be run: {self._reason}; they count as good"
-            )
+            report.notes.append(f"{self._refused} subsets could not be run and count as good: {self._reason}")
         return report
 
     def _named(self, item: tuple[int, int]) -> dict[str, Any]:
@@ -158,13 +160,13 @@ class SampleSearch:
         for m, indices in by_micro.items():
             micro = self._micros[m]
             whole = sorted(indices) == list(range(micro.size))
-            # The gradient of each sample stays what it is in the whole batch.
+            # Each sample contributes the same gradient as in the whole batch.
             weight = 1.0 if self._adds_up else len(indices) / micro.size
             found.append(BatchPart(micro, None if whole else tuple(indices), weight))
         return found
 
     def _run(self, parts: list[BatchPart], mode: RunMode) -> Any:
-        """The outcome, or None where the loss function takes no such subset."""
+        """Return the outcome, or None if the loss function rejects the subset."""
         self._tick()
         try:
             return self._runner.run(parts, mode)
@@ -176,7 +178,7 @@ class SampleSearch:
     # Losses.
 
     def _take_losses(self) -> None:
-        """Without dropout, and with the running statistics of batch normalization: comparable numbers."""
+        """Compute comparable losses: without dropout, and with batch normalization in eval mode."""
         if len(self._items) > MOST_LOSSES:
             self.report.notes.append(f"losses of the first {MOST_LOSSES} of {len(self._items)} samples only")
         mode = RunMode(eval_kinds=("batch_norm", "dropout"), backward=False)
@@ -188,12 +190,12 @@ class SampleSearch:
         self.report.losses.sort(key=lambda s: -s["loss"] if finite(s["loss"]) else -math.inf)
         if has_batch_norm(self._runner.built.model):
             self.report.notes.append(
-                "losses of single samples are taken with batch normalization in eval mode: in training all "
-                "samples of a batch share its statistics"
+                "losses of single samples use batch normalization in eval mode: in training mode the samples "
+                "of a batch share its statistics"
             )
 
     def _is_a_sum(self) -> bool:
-        """Whether a sample that is given twice has twice the loss."""
+        """Return whether a batch with one sample twice has twice its loss."""
         mode = RunMode(eval_kinds=("batch_norm", "dropout"), backward=False)
         for sample in self.report.losses[::-1]:
             if not math.isfinite(sample["loss"]) or not sample["loss"]:
@@ -206,7 +208,7 @@ class SampleSearch:
                 return math.isclose(twice.loss, 2 * sample["loss"], rel_tol=1e-2)
         return False
 
-    # Guilt.
+    # Guilty samples.
 
     def _find_guilty(self, failure: Failure) -> None:
         mode = self._mode
@@ -216,7 +218,7 @@ class SampleSearch:
                 mode = still
                 self.report.notes.append("subsets are run with batch normalization in eval mode")
             else:
-                self.report.notes.append("subsets are run with batch normalization over themselves")
+                self.report.notes.append("subsets are run with batch normalization in training mode")
         search = DeltaDebugging(lambda items: self._is_failing(failure, items, mode))
         if search.fails(self._items):
             found, self.report.rest_fails = search.all_smallest(self._items)
@@ -226,7 +228,7 @@ class SampleSearch:
     def _described(self, item: tuple[int, int]) -> dict[str, Any]:
         micro = self._micros[item[0]]
         bad = samples.nonfinite_in(samples.chosen(micro.batch, micro.size, [item[1]]))
-        # What all samples share says nothing of this one.
+        # Tensors shared by all samples say nothing about this one.
         shared = samples.nonfinite_in(samples.chosen(micro.batch, micro.size, []))
         return self._named(item) | {"nonfinite": {k: n for k, n in bad.items() if k not in shared}}
 

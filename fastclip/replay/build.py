@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The model, optimizer and loss function that a replay runs, brought into the state of an incident."""
+"""The model, optimizer and loss function that a replay runs, and how saved states are loaded into them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SHOWN = 5
 
 
 class ReplayError(RuntimeError):
-    """Why an incident cannot be replayed, in one line."""
+    """Raised when an incident cannot be replayed; the message is one line."""
 
 
 @dataclass
 class BuiltTraining:
-    """What the user's build() gave.
+    """The objects that the user's build() returned.
 
     Attributes:
         loss_function: called with the model and the batch as given to ``monitor.batch``.
-        scheduler, scaler: None where there is none.
+        scheduler, scaler: None if build() returned none.
     """
 
     model: nn.Module
@@ -41,19 +41,20 @@ class BuiltTraining:
 
     @property
     def devices(self) -> set[torch.device]:
+        """The devices of the parameters."""
         return {p.device for p in self.model.parameters()}
 
     @property
     def device(self) -> torch.device:
-        """That of the first parameter."""
+        """The device of the first parameter."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
 
 def call_build(build: Callable[[], Any]) -> BuiltTraining:
-    """Call the user's function and look at what it returns.
+    """Call the user's function and check what it returns.
 
     Raises:
-        ReplayError: it fails, or returns something else.
+        ReplayError: build() raises, or returns something unexpected.
     """
     try:
         built = build()
@@ -101,19 +102,19 @@ def _checked(built: BuiltTraining) -> BuiltTraining:
 
 
 def error_line(error: BaseException) -> str:
-    """An exception in one line."""
+    """Return the type and first line of an exception."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
 
 
-# The state.
+# Loading a saved state.
 
 
 def restore(built: BuiltTraining, state: Mapping[str, Any]) -> None:
-    """Bring everything into a recorded state; gradients are dropped. `state` keeps no reference to it.
+    """Load a copy of the recorded state into all objects and drop the gradients.
 
     Raises:
-        ReplayError: the state is that of another model, optimizer, scheduler or scaler.
+        ReplayError: the state is from another model, optimizer, scheduler or scaler.
     """
     restore_model(built.model, state["model"])
     for parameter in all_parameters(built):
@@ -126,7 +127,7 @@ def restore(built: BuiltTraining, state: Mapping[str, Any]) -> None:
         if built.scaler is None:
             built.scaler = GradScaler(built.device.type)
         _load("scaler", built.scaler, state["scaler"])
-        # What it knows of a step that an earlier run began. It has no public access; see loss_scale.py.
+        # Drop its record of a step that an earlier run began; there is no public access, see scaler_state.py.
         built.scaler._per_optimizer_states = defaultdict(_fresh_record)
 
 
@@ -135,40 +136,43 @@ def _fresh_record() -> dict[str, Any]:
 
 
 def _load(name: str, target: Any, state: Any) -> None:
-    # Copied: an optimizer goes on with the very tensors of the state it is given.
+    # Copied, since an optimizer keeps using the tensors of the state that it loads.
     try:
         target.load_state_dict(copy.deepcopy(state))
     except Exception as error:
         kind = type(target).__name__
         raise ReplayError(
-            f"the state of the {name} does not fit the {kind} of build(): {error_line(error)}"
+            f"cannot load the saved {name} state into the {kind} of build(): {error_line(error)}"
         ) from None
 
 
 def all_parameters(built: BuiltTraining) -> list[Tensor]:
-    """Of the model, and those of the optimizer that the model does not have."""
+    """Return the parameters of the model, and those that only the optimizer has."""
     found = dict.fromkeys(built.model.parameters())
     found |= dict.fromkeys(p for group in built.optimizer.param_groups for p in group["params"])
     return list(found)
 
 
 def restore_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raises ReplayError, with the first names, where names, shapes or dtypes differ."""
+    """Load the recorded state into the model.
+
+    Raises:
+        ReplayError: names, shapes or dtypes differ; the message has the first names.
+    """
     own = model.state_dict()
-    # A state of a monitor also has the buffers that a state_dict leaves out.
+    # Recorded states also hold the buffers that are not persistent.
     further = {name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in own}
     state = renamed(state, own | further)
     restore_buffers(model, {name: state[name] for name in further if name in state})
     state = {name: value for name, value in state.items() if name not in further}
-    _require_none("lacks", sorted(set(own) - set(state)), "of the model of build()")
+    _require_none("lacks", sorted(set(own) - set(state)), "which the model of build() has")
     _require_none("has", sorted(set(state) - set(own)), "which the model of build() does not")
     for name, value in state.items():
         if not isinstance(value, Tensor) or not isinstance(own[name], Tensor):
             continue
         if value.shape != own[name].shape or value.dtype != own[name].dtype:
             raise ReplayError(
-                f"the recorded {name} is {_kind(value)}, but that of the model of build() is "
-                f"{_kind(own[name])}"
+                f"the recorded {name} is {_kind(value)}, but in the model of build() it is {_kind(own[name])}"
             )
     model.load_state_dict(dict(state))
 
@@ -186,14 +190,14 @@ def _kind(tensor: Tensor) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The name without what wrappers of a model prepend to parts of it."""
+    """Return the name without the prefixes that wrappers of a model add."""
     for wrapper in _WRAPPERS:
         name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
     return name
 
 
 def renamed(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state under the names of `own`, where they differ by wrappers of the model only."""
+    """Return the state under the names of `own`, where these differ only by prefixes of wrappers."""
     if set(state) == set(own):
         return state
     names = {plain_name(name): name for name in own}
@@ -201,29 +205,29 @@ def renamed(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, An
 
 
 def _require_same_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise ReplayError for the state of another kind of optimizer: torch would take it."""
+    """Raise ReplayError for the state of another optimizer, which torch would load without an error."""
     kind = type(optimizer).__name__
     groups = state["param_groups"]
     sizes, own = ([len(group["params"]) for group in g] for g in (groups, optimizer.param_groups))
     if sizes != own:
         raise ReplayError(
             f"the recorded optimizer has parameter groups of {sizes} parameters, but the {kind} of build() "
-            f"has {own}"
+            f"has groups of {own}"
         )
     known = set(optimizer.defaults) | set(optimizer.param_groups[0])
     missing, further = set(optimizer.defaults) - set(groups[0]), set(groups[0]) - known
     further -= {"params", "initial_lr", "param_names"}
-    # Either alone is what another version of torch, or a scheduler, adds.
+    # Either alone may be due to another version of torch, or to a scheduler.
     if missing and further:
         raise ReplayError(
-            f"the recorded optimizer has {', '.join(sorted(further))} and lacks "
-            f"{', '.join(sorted(missing))}: it is no {kind} as that of build()"
+            f"the saved optimizer state is not from {kind}, which build() returned: it has "
+            f"{', '.join(sorted(further))} and lacks {', '.join(sorted(missing))}"
         )
 
 
 @torch.no_grad()
 def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Raises ReplayError for one that the model does not have."""
+    """Copy the recorded buffers into the model; raise ReplayError for those that it lacks."""
     own = dict(model.named_buffers(remove_duplicate=False))
     for name, value in renamed(buffers, own).items() if buffers else ():
         if name not in own or own[name].shape != value.shape:
@@ -233,7 +237,7 @@ def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def float32_parameters(model: nn.Module) -> Iterator[None]:
-    """The model with its half precision parameters and buffers as float32, for a while."""
+    """Convert half precision parameters and buffers to float32 for the duration of the context."""
     parameters = {p: p.data for p in model.parameters() if p.dtype in HALVES}
     buffers = [
         (module, name, buffer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The replayed step next to the recorded one."""
+"""Comparison of the replayed step with the recorded one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .step_parts import MicroBatch, Outcome
 
 @dataclass(frozen=True)
 class ComparedNumber:
-    """One number of both."""
+    """A number as recorded and as replayed."""
 
     name: str
     recorded: float
@@ -26,12 +26,12 @@ class ComparedNumber:
         return asdict(self)
 
     def __str__(self) -> str:
-        here = "none" if self.replayed is None else f"{self.replayed:.9g}"
-        return f"{self.name}: {self.recorded:.9g} recorded, {here} here"
+        replayed = "none" if self.replayed is None else f"{self.replayed:.9g}"
+        return f"{self.name}: {self.recorded:.9g} recorded, {replayed} replayed"
 
 
 def same(a: float, b: float | None, tolerance: float) -> bool:
-    """Whether two numbers are equal, NaN and Inf included, or differ by no more than this share."""
+    """Return whether two numbers are equal, NaN and Inf included, or within a relative tolerance."""
     if b is None:
         return False
     if math.isnan(a) or math.isnan(b):
@@ -48,14 +48,13 @@ def compare_step(
     with_gradients: bool,
     measures_all: bool,
 ) -> list[ComparedNumber]:
-    """What was recorded and can be compared.
+    """Compare the recorded numbers with those of the replay.
 
     Args:
-        losses: replayed, of the micro-batches.
-        tolerance: relative; 0 for equality to the last bit.
-        with_gradients: whether those of all processes are there.
-        measures_all: whether recorded norms of single gradients are those of all elements, not of finite ones
-            alone.
+        losses: the replayed losses of the micro-batches.
+        tolerance: the relative tolerance; 0 for equality to the last bit.
+        with_gradients: whether the gradients of all processes were replayed.
+        measures_all: whether recorded norms of single gradients include non-finite elements.
     """
     found: list[ComparedNumber] = []
 
@@ -73,14 +72,14 @@ def compare_step(
     )
     if not with_gradients or record.total_norm is None:
         return found
-    # The norm of groups' norms is rounded otherwise.
+    # A norm of the norms of groups is rounded differently.
     add(
         "total_norm",
         record.total_norm,
         outcome.total_norm,
         max(tolerance, 1e-6) if record.group_norms else tolerance,
     )
-    # How often NaN and Inf occur is no number that is nearly right; elsewhere than on a CPU it is not exact.
+    # Counts of NaN and Inf are exact on a CPU; elsewhere it only matters whether there are any.
     for name, recorded, count in (
         ("nan_count", record.nan_count, outcome.nan_count),
         ("inf_count", record.inf_count, outcome.inf_count),
@@ -89,7 +88,7 @@ def compare_step(
     own = {plain_name(t.name): t for t in outcome.gradients}
     for its in record.worst:
         gradient = own.get(plain_name(its["name"]))
-        if measures_all:  # a root, taken in Python's float64 there and in torch's here
+        if measures_all:  # a square root by Python in the record, by torch here
             replayed = None if gradient is None else gradient.norm
             add(f"norm of {its['name']}", its["norm"], replayed, max(tolerance, 1e-12))
         if not tolerance:
@@ -99,7 +98,7 @@ def compare_step(
 
 
 def _mean(recorded: float | None, losses: Sequence[float], outcome: Outcome | None) -> float:
-    """Of the losses as the training took it: of tensors, or of numbers."""
+    """Return the mean loss as the training computed it: from tensors, or from numbers."""
     of_numbers = sum(losses) / len(losses)
     if outcome is None or recorded == of_numbers:
         return of_numbers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is wrong with the step of an incident, as a question that can be asked of any run of it."""
+"""The failure of a step, as a criterion that any run of the step can be tested for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from .step_parts import Outcome
 
 @dataclass(frozen=True)
 class Failure:
-    """`what` is "nonfinite", "norm" or "loss"; the last two are above `limit`."""
+    """A failure: NaN or Inf ("nonfinite"), or a "norm" or "loss" above the limit."""
 
     what: str
     limit: float = math.inf
 
     def holds(self, outcome: Outcome, loss: float | None = None) -> bool:
-        """`loss`: what a part of the batch contributes to that of the whole, in place of the outcome's."""
+        """Return whether the outcome shows the failure.
+
+        Args:
+            loss: replaces that of the outcome: the contribution of a part of the batch to the loss.
+        """
         if self.what == "nonfinite" or not outcome.is_finite:
             return not outcome.is_finite
         if self.what == "norm":
@@ -35,10 +39,10 @@ class Failure:
 
 
 def failure_of(record: Record, event: Mapping[str, Any]) -> Failure | None:
-    """Of a recorded step; None if its loss and gradients show none, as with an event of another kind.
+    """Return the failure of a recorded step, or None if its loss and gradients show none.
 
-    An event tells the number and the median it stands out from. The limit is their geometric mean; for losses
-    that may be negative the arithmetic one.
+    The event of a spike has the number and the median it exceeds. The limit is their geometric mean, or the
+    arithmetic mean if the median loss is not positive.
     """
     if not record.is_finite:
         return Failure("nonfinite")

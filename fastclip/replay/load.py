@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An incident as a replay needs it: whole states, micro-batches, and what was recorded of the steps."""
+"""Loading of an incident for a replay: assembled states, micro-batches and records."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from .step_parts import MicroBatch
 
 @dataclass
 class LoadedIncident:
-    """What is replayed.
+    """An incident with its files loaded and decoded.
 
     Attributes:
-        manifest: of the lowest of the `ranks` whose batches are run.
-        missing: processes whose batches are not there, or were not asked for.
-        state: before the update of the step; whole, not sharded.
+        ranks: the ranks whose batches are replayed.
+        missing: the other ranks, whose batches are missing or were not requested.
+        state: the state before the update of the step, assembled if it was sharded.
         snapshot: the state before an earlier step, with its "step"; None if there is none.
-        by_number: the micro-batches of all saved steps, those of the lowest rank first.
-        records: of that rank, by step.
+        by_number: the micro-batches of all saved steps by step, those of the lowest rank first.
+        records: the records of the lowest rank by step.
+        all_records: the records of the incident's step by rank.
     """
 
     incident: Incident
@@ -39,11 +40,12 @@ class LoadedIncident:
     snapshot: dict[str, Any] | None
     by_number: dict[int, list[MicroBatch]]
     records: dict[int, Record]
-    all_records: dict[int, Record] = field(default_factory=dict)  # of the incident's step, by rank
+    all_records: dict[int, Record] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
     def manifest(self) -> dict[str, Any]:
+        """The manifest of the lowest rank that is replayed."""
         return self.incident.manifests[self.ranks[0]]
 
     @property
@@ -60,24 +62,24 @@ class LoadedIncident:
 
 
 def load_incident(path: str | os.PathLike[str], rank: int | None) -> LoadedIncident:
-    """Read an incident.
+    """Load an incident.
 
     Args:
-        rank: whose batches to run; None for those of all ranks that are there.
+        rank: the rank whose batches are replayed; None for all that were saved.
 
     Raises:
-        ReplayError: it cannot be read, or lacks what a replay needs.
+        ReplayError: the incident cannot be read, or lacks what a replay needs.
     """
     try:
         incident = read_incident(path)
         if rank is not None and rank not in incident.ranks:
-            raise ReplayError(f"{incident.path} has no rank {rank}, but the ranks {incident.ranks}")
+            raise ReplayError(f"{incident.path} has no rank {rank}, only the ranks {incident.ranks}")
         ranks = incident.ranks if rank is None else [rank]
         return _load(incident, ranks)
     except (IncidentError, DecodeError) as error:
         raise ReplayError(str(error)) from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise ReplayError(f"{path} is not as an incident is: {type(error).__name__}: {error}") from error
+        raise ReplayError(f"{path} is not a valid incident: {type(error).__name__}: {error}") from error
 
 
 def _load(incident: Incident, ranks: list[int]) -> LoadedIncident:
@@ -95,23 +97,23 @@ def _load(incident: Incident, ranks: list[int]) -> LoadedIncident:
     loaded.records[incident.step] = loaded.all_records[ranks[0]]
     for step, micros in loaded.by_number.items():
         if len({micro.rank for micro in micros}) < len(ranks) and step == incident.step:
-            raise ReplayError(f"the batches of step {step} are not there for all of the ranks {ranks}")
+            raise ReplayError(f"some of the ranks {ranks} did not save the batches of step {step}")
     if incident.step not in loaded.by_number:
-        raise ReplayError(f"{incident.path} has no batch of its own step {incident.step}")
+        raise ReplayError(f"{incident.path} has no batch of step {incident.step}, its own step")
     loaded.notes += [f"not saved: {text}" for text in incident.incomplete]
     return loaded
 
 
 def _state(incident: Incident, ranks: list[int], name: str) -> dict[str, Any]:
-    """Of one rank, as all have the same, or put together from the shards of all."""
+    """Return the state of one rank, or the state assembled from the shards of all."""
     own = incident.manifests[ranks[0]]
     if not own.get("shards"):
         return _plain(incident.load(ranks[0], name))
     absent = [r for r in range(own["world_size"]) if r not in incident.ranks]
     if absent:
         raise ReplayError(
-            f"the state is sharded over {own['world_size']} processes, of which {absent} are not in "
-            f"{incident.path}; put the directories of all of them there"
+            f"the state is sharded over {own['world_size']} ranks, of which {absent} are missing in "
+            f"{incident.path}; copy their directories there"
         )
     parts = [
         (_plain(incident.load(r, name)), incident.manifests[r].get("shards") or {}) for r in incident.ranks
@@ -123,12 +125,12 @@ def _state(incident: Incident, ranks: list[int], name: str) -> dict[str, Any]:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state whose parts may be trees."""
+    """Return a state with its encoded parts decoded."""
     return {name: _decoded(part) for name, part in state.items()}
 
 
 def _decoded(value: Any) -> Any:
-    """A tree is a tuple that tells what it is; a state is a dict."""
+    """Decode the value if it is encoded: then it is a tuple, while a plain state is a dict."""
     return decode(value) if isinstance(value, tuple) else value
 
 
@@ -152,7 +154,7 @@ def _micro_batch(entry: Mapping[str, Any], rank: int) -> MicroBatch:
 
 
 def versions_differ(manifest: Mapping[str, Any]) -> str | None:
-    """A sentence if another torch made the incident."""
+    """Return a sentence if another version of torch recorded the incident, else None."""
     recorded = str((manifest.get("versions") or {}).get("torch", torch.__version__))
     if recorded == str(torch.__version__):
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where NaN or Inf comes from: the first module whose output has it, forward and backward."""
+"""The search for the first module that produces NaN or Inf, in the forward and in the backward pass."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..monitor.measure.batches import tensors_in
 
 @dataclass
 class BadModule:
-    """The first module that makes NaN or Inf of what has none, or is given it.
+    """The first module with NaN or Inf in its output, or in the gradient that it passes on.
 
     Attributes:
-        name: of the module; empty for the model itself, or for what no module does.
-        kind: its class; "loss_function" for what comes before or behind all modules.
-        nan_count, inf_count: of its output, or of the gradient that it gives.
-        given: whether its inputs held NaN or Inf already, forward.
-        weights: whether its own parameters or buffers do.
+        name: the name of the module; empty for the model itself and for code outside of all modules.
+        kind: its class; "loss_function" for code outside of all modules.
+        nan_count, inf_count: counts in its output, or in the gradient that it passes on.
+        given: whether its inputs were already non-finite; False in the backward pass.
+        weights: whether its own parameters or buffers are non-finite; False in the backward pass.
     """
 
     name: str
@@ -39,9 +39,9 @@ class BadModule:
     def __str__(self) -> str:
         where = f"{self.name} ({self.kind})" if self.name else self.kind
         why = (
-            " of inputs that have it already"
+            "; its inputs were already non-finite"
             if self.given
-            else " of its own parameters"
+            else "; its own parameters or buffers are non-finite"
             if self.weights
             else ""
         )
@@ -49,18 +49,19 @@ class BadModule:
 
 
 class NonfiniteTrace:
-    """What the hooks of a run have seen: of both directions the first."""
+    """The first bad modules of a run, forward and backward, as seen by its hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.forward: BadModule | None = None
         self.backward: BadModule | None = None
         self._names = {module: name for name, module in model.named_modules()}
-        self._consumers: dict[int, list[nn.Module]] = {}  # by the tensor that they are given, as called
-        self._sources: list[Tensor] = []  # kept, so that no other tensor gets the same number
-        self._active: list[nn.Module] = []  # whose forward is running, the innermost last
-        self._finite_outputs: set[nn.Module] = set()  # whose output's gradient has come, and is finite
+        self._consumers: dict[int, list[nn.Module]] = {}  # by id of an input, in the order of their calls
+        self._sources: list[Tensor] = []  # held so that no id is reused
+        self._active: list[nn.Module] = []  # those whose forward is running, the innermost last
+        self._finite_outputs: set[nn.Module] = set()  # those that received a finite gradient of an output
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Run as a forward pre-hook of each module."""
         self._active.append(module)
         for _, tensor in tensors_in((inputs, named)):
             if tensor.requires_grad:
@@ -68,6 +69,7 @@ class NonfiniteTrace:
                 self._listen(tensor, None, [])
 
     def after(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Run as a forward hook of each module."""
         self._active.pop()
         outputs = [tensor for _, tensor in tensors_in(output)]
         if self.forward is None:
@@ -81,6 +83,7 @@ class NonfiniteTrace:
                 self._listen(tensor, module, list(self._active))
 
     def parameter(self, module: nn.Module, grad: Tensor) -> None:
+        """Run as a gradient hook of each parameter."""
         if self.backward is None:
             nan, inf = _count([grad])
             if nan + inf:
@@ -96,8 +99,7 @@ class NonfiniteTrace:
             return
         nan, inf = _count([grad])
         if nan + inf:
-            # The innermost module that was given the tensor, or whose own code used it, and that had a finite
-            # gradient to pass on.
+            # The innermost module that used the tensor and that received a finite gradient.
             makers = [m for m in around + self._consumers.get(key, []) if m in self._finite_outputs]
             self.backward = (
                 self._bad(makers[-1], nan, inf) if makers else BadModule("", "loss_function", nan, inf)
@@ -113,7 +115,7 @@ class NonfiniteTrace:
 
 @contextmanager
 def trace_nonfinite(model: nn.Module) -> Iterator[NonfiniteTrace]:
-    """Hooks on all modules, for a while. They look at the tensors, and change none.
+    """Trace a run with hooks on all modules, which change no tensor.
 
     Gradients are traced by tensor hooks: module hooks would forbid in-place operations on the outputs.
     """
@@ -139,7 +141,7 @@ def _for(trace: NonfiniteTrace, module: nn.Module) -> Any:
 
 @torch.no_grad()
 def _count(tensors: list[Tensor]) -> tuple[int, int]:
-    """NaN and Inf elements."""
+    """Return the numbers of NaN and Inf elements."""
     nan = inf = 0
     for tensor in tensors:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
@@ -148,5 +150,5 @@ def _count(tensors: list[Tensor]) -> tuple[int, int]:
 
 
 def nonfinite_names(tensors: dict[str, Any]) -> list[str]:
-    """Of a recorded state: the tensors that hold NaN or Inf."""
+    """Return the names of the tensors that hold NaN or Inf."""
     return [name for name, t in tensors.items() if isinstance(t, Tensor) and sum(_count([t])) > 0]

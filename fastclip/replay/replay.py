@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run the step of an incident again, and find out what makes it fail."""
+"""The replay of an incident: reproduction first, then the search for the cause."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .variants import (
 
 __all__ = ["ReplayError", "ReplayResult", "replay"]
 
-# Relative. Of several processes the gradients are added in another order; kernels of a GPU add in any.
+# Relative. Gradients of several processes are summed in another order, and GPU kernels sum in any order.
 _OTHER_ORDER, _ON_A_GPU, _HALF_ON_A_GPU = 1e-5, 1e-4, 2e-2
 
 
@@ -44,7 +44,7 @@ def replay(
     tolerance: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ReplayResult:
-    """Run the step of an incident again, compare it with what was recorded, and look for the cause.
+    """Replay the step of an incident, compare it with the record, and look for the cause.
 
     ::
 
@@ -55,30 +55,30 @@ def replay(
 
         print(fastclip.replay("runs/1/incidents/00000040-nonfinite", build))
 
-    Model, buffers, optimizer, scheduler, scaler, the random number generators, autocast and the settings of
-    torch for determinism are put back as they were; on a CPU the step then is the same to the last bit. The
-    caller's random numbers and settings are put back afterwards, and no file of the incident is changed.
+    Model, buffers, optimizer, scheduler, scaler, random number generators, autocast and torch's settings for
+    determinism are restored; on a CPU the step then repeats to the last bit. Afterwards the caller's random
+    number generators and settings are restored. No file of the incident is changed.
 
     Args:
-        incident: its directory, or that of one rank in it.
+        incident: the directory of the incident, or of one rank in it.
         build: returns (model, optimizer, loss_function), or an object with these attributes and optionally
-            scheduler and scaler. The model has to be on its device, with those parts in eval mode that the
-            training has. ``loss_function(model, batch)`` gets what ``monitor.batch`` was given: one object as
-            it is, several as a tuple, with those given by keyword as a dict; it returns the loss that
-            ``monitor.loss`` was given, or a tuple or dict with it. Losses of several micro-batches are
-            divided by their number before backward, or not divided if only so the recorded norm comes out.
-        rank: of several processes the one whose batches are run. None: those of all that are there, one after
-            the other, with the mean of their gradients, as DistributedDataParallel makes it.
-        steps: 1 for the step of the incident, "all" for those from the snapshot on as well.
-        variants: whether to look for the cause: which samples, in float32, at a tenth of the learning rate.
+            scheduler and scaler. The model must be on its device, and in eval mode where it was in training.
+            ``loss_function(model, batch)`` gets what ``monitor.batch`` was given: one object as it is,
+            several as a tuple, keyword arguments as a dict. It returns the loss that ``monitor.loss`` was
+            given, or a tuple or dict with it. Losses of several micro-batches are divided by their number
+            before backward, unless only undivided losses reproduce the recorded norm.
+        rank: the rank whose batches are replayed. None: all saved ranks, one after the other, with the mean
+            of their gradients, as DistributedDataParallel computes it.
+        steps: 1 for the step of the incident, "all" for all steps from the snapshot on too.
+        variants: whether to look for the cause: guilty samples, float32, a tenth of the learning rate.
         tolerance: relative difference to allow. None: 0 on a CPU, 1e-5 for several processes or another
             version of torch, 1e-4 on a GPU, 2e-2 with half precision there.
-        progress: called before each run with what is run.
+        progress: called before each run with a description of it.
 
     Raises:
-        ReplayError: the incident cannot be read, the state does not fit what build() returns, or that cannot
-            be run.
-        ValueError: another value of `steps`; a negative tolerance.
+        ReplayError: the incident cannot be read, its state does not match what build() returns, or the step
+            cannot be run.
+        ValueError: `steps` is neither 1 nor "all"; `tolerance` is negative.
     """
     if steps not in (1, "all"):
         raise ValueError(f"expected steps to be 1 or 'all', but got {steps!r}")
@@ -93,7 +93,7 @@ def replay(
 
 
 def _nothing(what: str) -> None:
-    """Tell nobody."""
+    """Report no progress."""
 
 
 class _Replay:
@@ -161,19 +161,19 @@ class _Replay:
     # Reproduction.
 
     def _reproduce(self) -> Outcome:
-        """The outcome, with the losses divided in the way that gives what was recorded, or else by number."""
+        """Run the step, with divided losses or else undivided ones, and compare it with the record."""
         loaded, result = self._loaded, self._result
         whole = not loaded.missing
         if not whole:
             result.notes.append(
-                f"the gradients of rank {', '.join(map(str, loaded.missing))} are not there: the losses are "
-                "compared, and not the gradients, which the processes have averaged"
+                f"the gradients of rank {', '.join(map(str, loaded.missing))} are missing: only losses are "
+                "compared, since recorded gradients are means over all ranks"
             )
         first: tuple[Outcome, list[Any]] | None = None
         several = len(loaded.micros) > len(loaded.ranks)
         for divides in (True, False) if several else (True,):
             self._steps = replace(self._steps, divides=divides)
-            self._progress("the step as it was")
+            self._progress("the recorded step")
             outcome = self._run_the_step()
             candidates = [outcome] if outcome.in_place is None else [outcome, outcome.in_place]
             tried = [(candidate, self._compare(candidate, whole)) for candidate in candidates]
@@ -209,37 +209,37 @@ class _Replay:
         return found
 
     def _reproduce_error(self, recorded: str) -> None:
-        """The step ended in an exception: the same one has to come again."""
+        """Run a step that ended in an exception, which the replay has to raise too."""
         result = self._result
         result.failure = "exception"
         try:
             self._run_the_step()
-            here = "none"
+            replayed = "none"
         except ReplayError as error:
             cause = error.__cause__
-            here = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
-        result.reproduced = here == recorded
+            replayed = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+        result.reproduced = replayed == recorded
         if result.reproduced:
             result.fails = True
             result.verdict = [f"the same exception: {recorded}"]
         else:
-            result.differences = [f"exception: {recorded} recorded, {here} here"]
+            result.differences = [f"exception: {recorded} recorded, {replayed} replayed"]
             result.verdict = [f"does not reproduce: {result.differences[0]}"]
 
     # Causes.
 
     def _attempt(self, what: str, variant: Callable[[], Any]) -> Any:
-        """What it gives; None, and a note, if it cannot be run: the reproduction stands without it."""
+        """Return the result of a variant; None, with a note, if it cannot be run."""
         self._progress(what)
         try:
             return variant()
         except ReplayError as error:
-            self._result.notes.append(f"not run: {what}: {error}")
+            self._result.notes.append(f"skipped: {what}: {error}")
             return None
 
     def _look_into_modules(self) -> None:
         with trace_nonfinite(self._runner.built.model) as trace:
-            self._attempt("first bad module", self._run_the_step)
+            self._attempt("the first module with NaN or Inf", self._run_the_step)
         self._result.forward, self._result.backward = trace.forward, trace.backward
         self._result.bad_state = nonfinite_names(self._loaded.state["model"])
         states = self._loaded.state["optimizer"].get("state", {})
@@ -268,14 +268,14 @@ class _Replay:
         rates = self._record.lr
         if outcome.is_finite and rates:
             result.learning_rate = self._attempt(
-                "its update", lambda: update_variant(runner, steps, rates, outcome)
+                "the update of the step", lambda: update_variant(runner, steps, rates, outcome)
             )
 
     def _run_from_snapshot(self, snapshot: dict[str, Any], all_steps: bool) -> None:
         loaded, result = self._loaded, self._result
         absent = [s for s in range(int(snapshot["step"]), loaded.step) if s not in loaded.by_number]
         if absent:
-            result.notes.append(f"not run from the snapshot: the batches of steps {absent} are not there")
+            result.notes.append(f"not replayed from the snapshot: the batches of steps {absent} are missing")
             if all_steps:
                 result.reproduced = False
                 result.differences.append(result.notes[-1])
@@ -292,6 +292,6 @@ class _Replay:
             return
         different = result.history["differing_tensors"]
         if different and result.tolerance == 0:
-            text = f"from step {snapshot['step']} on: {different} tensors of the model differ before the step"
+            text = f"replayed from step {snapshot['step']}: {different} tensors of the model differ"
             (result.differences if all_steps else result.notes).append(text)
             result.reproduced &= not all_steps

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One optimizer step run again: forward and backward of its micro-batches, and what its gradients are."""
+"""One optimizer step run again: forward and backward of its micro-batches, and the norm of its gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ from .step_parts import BatchPart, MicroBatch, Outcome, RunMode, eval_mode
 
 
 class StepRunner:
-    """Runs steps of an incident on a built, each from the same state."""
+    """Runs steps of an incident on the objects of build(), each from the same state.
+
+    Attributes:
+        runs: the number of runs so far.
+        problems: sentences on what could not be restored, as the keys of a dict.
+    """
 
     def __init__(self, built: BuiltTraining, state: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
         self.built, self._state, self.setup = built, state, setup
@@ -44,7 +49,7 @@ class StepRunner:
         self.problems: dict[str, None] = {}
 
     def reset(self, state: Mapping[str, Any] | None = None) -> None:
-        """To the state before the step, or to another. Only an update changes what is not in the model."""
+        """Restore the state before the step, or another; without an update since, only the model."""
         if state is not None or self._updated:
             restore(self.built, self._state if state is None else state)
             self._updated = state is not None
@@ -53,19 +58,21 @@ class StepRunner:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
+        """Set all gradients to None."""
         for parameter in all_parameters(self.built):
             parameter.grad = None
 
     @property
     def is_scaled(self) -> bool:
+        """Whether losses are scaled, as in the training."""
         scaler = self.built.scaler
         return bool(self.setup.get("scaled")) and scaler is not None and scaler.is_enabled()
 
     def run(self, parts: Iterable[BatchPart], mode: RunMode) -> Outcome:
-        """From the state before the step, which the run leaves but for gradients and buffers.
+        """Run the step from the state before it; only gradients and buffers change.
 
         Raises:
-            ReplayError: what the loss function raises or returns.
+            ReplayError: the loss function raises, or does not return a loss; the backward pass raises.
         """
         self.reset()
         with ExitStack() as stack:
@@ -75,7 +82,7 @@ class StepRunner:
             return self.measured(parts, mode)
 
     def measured(self, parts: Iterable[BatchPart], mode: RunMode) -> Outcome:
-        """The same from where the built is."""
+        """Run the step from the current state."""
         outcome = self.forward_backward(parts, mode)
         if mode.backward:
             self._measure(outcome, scaled=self.is_scaled and not mode.float32)
@@ -83,7 +90,7 @@ class StepRunner:
         return outcome
 
     def forward_backward(self, parts: Iterable[BatchPart], mode: RunMode) -> Outcome:
-        """The losses. Leaves the gradients, scaled where the training scales."""
+        """Return the losses and keep the gradients, scaled as in the training."""
         self.runs += 1
         losses: list[Tensor] = []
         for part in parts:
@@ -102,7 +109,7 @@ class StepRunner:
         if mode.float32:
             batch = samples.as_float32(batch, HALVES)
         restore_buffers(built.model, micro.buffers)
-        # A model that is in this mode keeps the parts that build() has set to another.
+        # Not if it is in this mode already: build() may have set parts of it to the other.
         if not mode.eval_kinds and built.model.training != micro.training:
             built.model.train(micro.training)
         with ExitStack() as stack:
@@ -117,9 +124,12 @@ class StepRunner:
             return self._loss(batch, mode.backward)
 
     def _set_generators(self, micro: MicroBatch, stack: ExitStack) -> None:
-        """As they were when the batch was told, and again at the forward: numbers may be drawn in between."""
-        told = micro.rng if micro.rng_at_batch is None else micro.rng_at_batch
-        self.problems |= dict.fromkeys(set_rng_state(told))
+        """Set the generators as at monitor.batch(), and again as at the start of the forward.
+
+        Random numbers may be drawn in between.
+        """
+        at_batch = micro.rng if micro.rng_at_batch is None else micro.rng_at_batch
+        self.problems |= dict.fromkeys(set_rng_state(at_batch))
         if micro.rng_at_batch is None:
             return
 
@@ -156,7 +166,7 @@ class StepRunner:
 
     def _backward(self, loss: Tensor, weight: float, scaled: bool) -> None:
         if weight != 1:
-            # Divided as a training loop divides: the reciprocal would round otherwise.
+            # Divided as in a training loop: multiplying by the reciprocal would round differently.
             inverse_weight = 1 / weight
             loss = loss / inverse_weight if inverse_weight == int(inverse_weight) else loss * weight
         if scaled:
@@ -167,11 +177,11 @@ class StepRunner:
         except Exception as error:
             raise ReplayError(f"the backward pass raised {error_line(error)}") from error
 
-    # The gradients.
+    # Gradients.
 
     @torch.no_grad()
     def _measure(self, outcome: Outcome, scaled: bool) -> None:
-        """Norm and counts as the training took them: of unscaled gradients, before clipping."""
+        """Measure norm and counts of the unscaled gradients before clipping, as in the training."""
         named = [
             (self.names.get(p, "a parameter"), p)
             for group in self.built.optimizer.param_groups
@@ -187,7 +197,7 @@ class StepRunner:
             scale = scaler._scale
         self._count(outcome, named, None if scale is None else inverse(scale))
         if scale is not None:
-            # Some scalers divide the gradients before they are measured, and some the norm.
+            # Some scalers unscale the gradients before they are measured, others unscale the norm.
             outcome.in_place = replace(outcome)
             for _, p in named:
                 assert p.grad is not None
@@ -200,22 +210,27 @@ class StepRunner:
         outcome.nan_count, outcome.inf_count = int(stats.nan_count), int(stats.inf_count)
         outcome.gradients = stats.worst(len(stats.names))
         norm = stats.total_norm
-        if self.setup.get("nonfinite") == "zero":  # then the norm is that of the finite elements
-            kept = [(name, p, p.grad) for name, p in named if p.grad is not None]
-            for _, p, grad in kept:
+        if self.setup.get("nonfinite") == "zero":  # then the norm is over the finite elements
+            grads = [(p, p.grad) for _, p in named if p.grad is not None]
+            for p, grad in grads:
                 p.grad = grad.nan_to_num(0.0, 0.0, 0.0)
             norm = grad_stats(named, norm_type).total_norm
-            for _, p, grad in kept:
+            for p, grad in grads:
                 p.grad = grad
         if inv_scale is not None:
             norm = (norm.double() * inv_scale.to(norm.device)).to(norm.dtype)
             outcome.gradients = [t._replace(norm=t.norm * float(inv_scale)) for t in outcome.gradients]
         outcome.total_norm = float(norm)
 
-    # The update.
+    # Update.
 
     def update(self, max_norm: float | None, rates: Sequence[float] | None, factor: float = 1.0) -> None:
-        """Make the optimizer's step with the gradients that are there, clipped as the training clips."""
+        """Step the optimizer with the current gradients, clipped as in the training.
+
+        Args:
+            rates: the learning rates of the parameter groups; None for those of the optimizer.
+            factor: multiplies the learning rates.
+        """
         built = self.built
         self._updated = True
         groups = built.optimizer.param_groups
@@ -240,7 +255,7 @@ class StepRunner:
                 scaler.step(built.optimizer)
                 scaler.update()
         except Exception as error:
-            raise ReplayError(f"the step of the optimizer raised {error_line(error)}") from error
+            raise ReplayError(f"optimizer.step() raised {error_line(error)}") from error
         finally:
             if handle is not None:
                 handle.detach()
@@ -257,7 +272,7 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
 
 
 def _outcome(losses: list[Tensor]) -> Outcome:
-    """The step's loss is the mean, added up as a monitor adds."""
+    """Return the losses and their mean, summed in the order of a monitor."""
     total = losses[0]
     for loss in losses[1:]:
         total = total + loss

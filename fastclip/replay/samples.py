@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The samples of a batch: how many there are, some of them alone, and a copy for each run."""
+"""The samples of a batch: their number, selections of them, and copies for each run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..monitor.measure.batches import tensors_in
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """A tree of the same types, with `change` applied to tensors and to lists without tensors."""
+    """Return a tree of the same types with `change` applied to tensors and to lists without tensors."""
     if isinstance(tree, Tensor) or _is_plain_list(tree):
         return change(tree)
     if isinstance(tree, Mapping):
@@ -38,12 +38,12 @@ def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _is_plain_list(tree: Any) -> bool:
-    """Such as the texts of the samples: one for each."""
+    """Return whether this is a list without tensors, such as one text for each sample."""
     return isinstance(tree, list) and not any(True for _ in tensors_in(tree))
 
 
 def copied(batch: Any, device: torch.device) -> Any:
-    """A batch that may be changed in place, on a device; one on another accelerator is moved to it."""
+    """Return a copy of the batch on the device, which may be changed in place."""
 
     def one(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -55,13 +55,15 @@ def copied(batch: Any, device: torch.device) -> Any:
 
 
 def as_float32(batch: Any, halves: Sequence[torch.dtype]) -> Any:
+    """Return the batch with tensors of these dtypes converted to float32."""
     return mapped(batch, lambda v: v.float() if isinstance(v, Tensor) and v.dtype in halves else v)
 
 
 def sample_count(batch: Any, sample_ids: Sequence[Any]) -> int:
-    """How many samples: as many as there are ids, if a tensor is so long; else the length most tensors have.
+    """Return the number of samples.
 
-    0 for a batch without tensors of at least one dimension.
+    It is the number of ids if some tensor has that length, else the most common length of the tensors; 0 for
+    a batch without tensors of at least one dimension.
     """
     lengths = Counter(len(tensor) for _, tensor in tensors_in(batch) if tensor.dim())
     if sample_ids and len(sample_ids) in lengths:
@@ -70,7 +72,7 @@ def sample_count(batch: Any, sample_ids: Sequence[Any]) -> int:
 
 
 def chosen(batch: Any, size: int, indices: Sequence[int]) -> Any:
-    """The batch with these samples alone: of what is `size` long, rows of tensors and items of lists."""
+    """Return the batch with only these samples of its tensors and lists of length `size`."""
 
     def one(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -83,7 +85,7 @@ def chosen(batch: Any, size: int, indices: Sequence[int]) -> Any:
 
 
 def nonfinite_in(batch: Any) -> dict[str, int]:
-    """Elements that are NaN or Inf, by the name of the tensor; those with none are left out."""
+    """Return the number of NaN and Inf elements by name of the tensor, without those that have none."""
     found = {}
     for name, tensor in tensors_in(batch):
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a run of a step is given, and what it gives."""
+"""The inputs of a run of a step, its mode, and its outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import samples
 
 @dataclass
 class MicroBatch:
-    """What was saved of one forward: the batch, and all that it depended on beside the model."""
+    """One saved batch with the state that its forward depended on besides the model."""
 
     step: int
     micro: int
@@ -38,13 +38,13 @@ class MicroBatch:
         self.size = samples.sample_count(self.batch, self.sample_ids)
 
     def name_of(self, index: int) -> Any:
-        """The id of a sample; its index where there are no ids, or not one for each."""
+        """Return the id of a sample, or its index if the ids do not match the samples."""
         return self.sample_ids[index] if len(self.sample_ids) == self.size else index
 
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Some samples of a micro-batch, or all; `weight` multiplies its loss."""
+    """All samples of a micro-batch or some of them; `weight` multiplies the loss."""
 
     micro: MicroBatch
     indices: tuple[int, ...] | None = None
@@ -53,13 +53,13 @@ class BatchPart:
 
 @dataclass(frozen=True)
 class RunMode:
-    """How a step is run other than it was.
+    """How a step is run.
 
     Attributes:
-        divisor: of each loss; as many as the micro-batches where their mean is meant.
-        float32: without autocast and in float32, and without a loss scale.
+        divisor: divides each loss: the number of micro-batches where the training takes their mean.
+        float32: whether to run in float32, without autocast and loss scale.
         eval_kinds: which modules are in eval mode: "batch_norm", "dropout".
-        backward: whether gradients are wanted.
+        backward: whether to compute gradients.
     """
 
     divisor: float = 1.0
@@ -70,15 +70,20 @@ class RunMode:
 
 @dataclass
 class Outcome:
-    """What a run gave; the losses as they are before they are divided and scaled."""
+    """The outcome of a run; the losses are not divided or scaled.
+
+    Attributes:
+        gradients: statistics of the gradients, the worst first.
+        in_place: the outcome if gradients are unscaled in place, which may differ in the last bit.
+    """
 
     losses: list[float]
     loss: float
     total_norm: float | None = None
     nan_count: int = 0
     inf_count: int = 0
-    gradients: list[TensorStats] = field(default_factory=list)  # the worst first
-    in_place: Outcome | None = None  # of gradients that were unscaled in place: in the last bit maybe another
+    gradients: list[TensorStats] = field(default_factory=list)
+    in_place: Outcome | None = None
 
     @property
     def nonfinite(self) -> list[TensorStats]:
@@ -87,6 +92,7 @@ class Outcome:
 
     @property
     def is_finite(self) -> bool:
+        """Whether losses, norm and gradients are all finite."""
         if not math.isfinite(self.loss) or not all(map(math.isfinite, self.losses)):
             return False
         if self.total_norm is not None and not math.isfinite(self.total_norm):
@@ -96,7 +102,7 @@ class Outcome:
 
 @contextmanager
 def eval_mode(model: nn.Module, kinds: Sequence[str]) -> Iterator[None]:
-    """Modules of these kinds in eval mode, for a while."""
+    """Set modules of these kinds to eval mode for the duration of the context."""
     types: tuple[type[nn.Module], ...] = ()
     types += (_BatchNorm,) if "batch_norm" in kinds else ()
     types += (_DropoutNd,) if "dropout" in kinds else ()
@@ -111,5 +117,5 @@ def eval_mode(model: nn.Module, kinds: Sequence[str]) -> Iterator[None]:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a sample's loss depends on the other samples of its batch."""
+    """Return whether the loss of a sample depends on the other samples of its batch."""
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The step of an incident run otherwise: in float32, at a tenth of the learning rate, from earlier on."""
+"""Variants of the step of an incident: in float32, at a tenth of the learning rate, from the snapshot on."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ TENTH = 0.1
 
 @dataclass(frozen=True)
 class SavedSteps:
-    """The micro-batches of all saved steps, with what was recorded of the steps.
+    """The micro-batches and records of all saved steps.
 
     Attributes:
-        incident: the step to be explained.
+        by_number: the micro-batches by step.
+        incident: the step of the incident.
         divides: whether losses are divided by the number of micro-batches.
-        ranks: how many processes the micro-batches are of.
+        ranks: the number of processes that the micro-batches come from.
     """
 
     by_number: Mapping[int, list[MicroBatch]]
@@ -38,15 +39,20 @@ class SavedSteps:
     ranks: int
 
     def parts(self, step: int) -> list[BatchPart]:
+        """Return the whole micro-batches of a step."""
         return [BatchPart(micro) for micro in self.by_number[step]]
 
     def mode_of(self, step: int) -> RunMode:
-        """Losses divided by the number of processes, as their gradients are averaged, and by the number of
-        micro-batches of each where the training does so."""
+        """Return the mode of a step as recorded.
+
+        Losses are divided by the number of processes, since gradients are averaged, and by the number of
+        micro-batches of each process if the training does so.
+        """
         each = len(self.by_number[step]) / self.ranks
         return RunMode(divisor=self.ranks * (each if self.divides else 1))
 
     def max_norm(self, step: int, given: float | None) -> float | None:
+        """Return the given limit, or else the recorded one."""
         known = self.records.get(step)
         return given if given is not None or known is None else known.max_norm
 
@@ -60,11 +66,11 @@ def _numbers(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-# float32.
+# Precision.
 
 
 def half_type(runner: StepRunner, micros: Sequence[MicroBatch]) -> str | None:
-    """The half precision type of the step, if it has one: of autocast, of the parameters, of the batch."""
+    """Return the half precision dtype of autocast, the parameters or the batch, or None."""
     kinds = {device.type for device in runner.built.devices}
     for micro in micros:
         for device, its in micro.autocast.items():
@@ -76,24 +82,24 @@ def half_type(runner: StepRunner, micros: Sequence[MicroBatch]) -> str | None:
 
 
 def float32_variant(runner: StepRunner, steps: SavedSteps, failure: Failure) -> dict[str, Any] | None:
-    """Whether the failure is there in float32 too; None where there is no half precision."""
+    """Run the step in float32; None if it has no half precision."""
     half = half_type(runner, steps.by_number[steps.incident])
     if half is None:
         return None
     outcome = runner.run(steps.parts(steps.incident), replace(steps.mode_of(steps.incident), float32=True))
     found = {"dtype": half, **_numbers(outcome), "vanishes": not failure.holds(outcome)}
     if runner.autocast_in_loss_function:
-        found["problem"] = "loss_function turns on autocast by itself, so this was not all in float32"
+        found["problem"] = "loss_function enables autocast itself, so not everything ran in float32"
     return found
 
 
-# The learning rate.
+# Learning rate.
 
 
 def update_variant(
     runner: StepRunner, steps: SavedSteps, rates: Sequence[float], before: Outcome
 ) -> dict[str, Any]:
-    """The loss of the step's own batch before its update and after it, at the recorded rate and a tenth."""
+    """Compute the loss of the batch before and after its update, at the recorded rate and a tenth."""
     step = steps.incident
     parts, mode = steps.parts(step), steps.mode_of(step)
     found: dict[str, Any] = {"rates": list(rates), "before": before.loss}
@@ -106,7 +112,7 @@ def update_variant(
 
 
 def earlier_batches(runner: StepRunner, steps: SavedSteps) -> list[dict[str, Any]]:
-    """The losses of earlier batches, as recorded and with the parameters before the incident's step."""
+    """Compute the losses of earlier batches with the parameters before the incident's step."""
     found = []
     for step in sorted(s for s in steps.by_number if s < steps.incident):
         recorded = [micro.loss for micro in steps.by_number[step] if micro.loss is not None]
@@ -119,12 +125,12 @@ def earlier_batches(runner: StepRunner, steps: SavedSteps) -> list[dict[str, Any
 
 @dataclass
 class SnapshotRun:
-    """The steps from a snapshot to the incident, run again.
+    """The outcome of running the steps from a snapshot to the incident.
 
     Attributes:
-        losses: by step.
-        outcome: of the incident's step.
-        differing: how many tensors of the model before that step are not those of the incident.
+        losses: the loss of each step.
+        outcome: the outcome of the incident's step.
+        differing: how many tensors of the model differ from the incident's before its step.
     """
 
     losses: dict[int, float]
@@ -140,7 +146,13 @@ def run_from_snapshot(
     factor: Callable[[int], float],
     tick: Callable[[], None],
 ) -> SnapshotRun:
-    """`factor`: of the learning rate in a step."""
+    """Run all steps from the snapshot to the incident.
+
+    Args:
+        model_state: the state of the model before the incident's step.
+        factor: returns the factor for the learning rate of a step.
+        tick: called before each step.
+    """
     runner.reset(snapshot)
     losses = {}
     for step in range(int(snapshot["step"]), steps.incident):
@@ -148,13 +160,13 @@ def run_from_snapshot(
         known = steps.records.get(step)
         losses[step] = runner.forward_backward(steps.parts(step), steps.mode_of(step)).loss
         if known is not None and known.held:
-            runner.drop_gradients()  # an action of the monitor has left it out
+            runner.drop_gradients()  # skipped by the monitor
         else:
             rates = known.lr if known is not None and known.lr else None
             runner.update(steps.max_norm(step, runner.setup.get("max_norm")), rates, factor(step))
         _step_scheduler(runner)
     own = runner.built.model.state_dict()
-    # Buffers that a forward changes are compared as they are before that of the incident.
+    # Compared before the incident's forward, which changes buffers.
     differing = sum(
         not torch.equal(own[name].cpu().nan_to_num(), value.cpu().nan_to_num())
         for name, value in renamed(model_state, own).items()
@@ -169,7 +181,7 @@ def run_from_snapshot(
 
 @dataclass(frozen=True)
 class _Tenth:
-    """The factor of a learning rate that is a tenth in some steps, the first and the last included."""
+    """The learning rate factor: a tenth from the first to the last step, else 1."""
 
     first: int
     last: int
@@ -179,9 +191,9 @@ class _Tenth:
 
 
 def _step_scheduler(runner: StepRunner) -> None:
-    """Learning rates are those of the records; a scheduler changes momentum as well."""
+    """Step the scheduler, which may change the momentum too; learning rates come from the records."""
     scheduler = runner.built.scheduler
-    if scheduler is not None and not hasattr(scheduler, "threshold_mode"):  # that one wants a metric
+    if scheduler is not None and not hasattr(scheduler, "threshold_mode"):  # ReduceLROnPlateau needs a metric
         scheduler.step()
 
 
@@ -193,8 +205,10 @@ def snapshot_variant(
     failure: Failure | None,
     tick: Callable[[], None],
 ) -> dict[str, Any]:
-    """From the snapshot on at the recorded learning rate; at a tenth of it in the last step before the
-    incident, or in all of them if that does not help."""
+    """Run from the snapshot on at the recorded learning rates, then at a tenth of them.
+
+    The tenth is tried in the last step before the incident, and if the failure stays, in all steps.
+    """
     first, last = int(snapshot["step"]), steps.incident - 1
     recorded = run_from_snapshot(runner, steps, snapshot, model_state, lambda step: 1.0, tick)
     found: dict[str, Any] = {

@@ -192,7 +192,7 @@ def test_bench_measures_the_model_before_the_workloads(fastclip_bench):
     ("arguments", "words"),
     [
         (["--model", "training"], "expected MODULE:FUNCTION such as train:build, but got 'training'"),
-        (["--model", "missing:build"], "there is no module 'missing'"),
+        (["--model", "missing:build"], "no module named 'missing'"),
         (["--model", "training:nothing"], "but got NoneType without model"),
         (["--model", "training:frozen"], "its model has no parameter that requires a gradient"),
         (["--device", "nonsense"], "--device nonsense: "),

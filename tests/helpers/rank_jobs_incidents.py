@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the ranks of tests/helpers/ranks.py execute for the incidents of a monitor."""
+"""Jobs for the ranks of tests/helpers/ranks.py: trainings with incidents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from helpers.rank_jobs_monitor import copying_late, digest
 
 
 class Centred(nn.Module):
-    """Takes off a running mean, a buffer that the outputs depend on, and which each forward changes."""
+    """Subtract a running mean, a buffer that each forward uses and changes."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Centred(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    """Of two ranks the second one has fewer rows of each weight, and none of the last."""
+    """Return a model of whose weights the second of two ranks has fewer rows, and none of the last."""
     torch.manual_seed(3)
     return nn.Sequential(Centred(6), nn.Linear(6, 13), nn.Tanh(), nn.Dropout(0.2), nn.Linear(13, 1))
 
@@ -52,7 +52,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def build() -> tuple:
-    """For a replay in one process."""
+    """Return what a replay in one process needs."""
     model = make_model()
     return model, make_optimizer(model), loss_of
 
@@ -77,7 +77,7 @@ def prepared(layout: str) -> nn.Module:
 
 
 def whole(value: Any) -> Any:
-    """A copy with all of each DTensor: every rank has to ask for it."""
+    """Return a copy with whole DTensors, which every rank must call."""
     if isinstance(value, Tensor):
         return rank_jobs.whole(value.detach()).clone()
     if isinstance(value, dict):
@@ -90,8 +90,8 @@ def state_before(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: 
     return whole(state | {"scheduler": scheduler.state_dict()}) | {"rng": torch.get_rng_state()}
 
 
-class Refused:
-    """A disk that is full on rank 1, in its first save."""
+class FullDisk:
+    """A replacement of save_object whose disk is full on rank 1 in the first save."""
 
     def __init__(self) -> None:
         self._save, self._count = files.save_object, 0
@@ -107,25 +107,25 @@ class Refused:
 def train(
     directory: str,
     layout: str,
-    hurt: dict[int, float],
+    factors: dict[int, float],
     steps: int = 14,
     late: bool = False,
     full_disk: bool = False,
     micros: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
-    """A training on every rank; `hurt`, {step: factor}, is done to target 2 of rank 1, last micro-batch.
+    """Train on every rank; `factors` by step multiply target 2 of rank 1 in the last micro-batch.
 
-    The state before the first of these steps goes to `directory`/before-RANK.pt. "digests" are of the
-    parameters before the steps around them.
+    The state before the first of these steps is saved to `directory`/before-RANK.pt. Returns "digests" of the
+    parameters before the steps around these, fastclip's warnings, and the skipped and applied steps.
     """
     rank = dist.get_rank()
-    told: list[str] = []
+    messages: list[str] = []
     digests = {}
     with ExitStack() as stack:
         stack.enter_context(copying_late(late))
         if full_disk:
-            stack.enter_context(mock.patch.object(files, "save_object", Refused()))
+            stack.enter_context(mock.patch.object(files, "save_object", FullDisk()))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         model = prepared(layout)
@@ -135,14 +135,14 @@ def train(
         monitor = fastclip.Monitor(model, optimizer, max_norm=1.0, scheduler=scheduler, incidents=saving)
         torch.manual_seed(100 + rank)
         for step in range(steps):
-            if any(abs(step - bad) <= 3 for bad in hurt):
+            if any(abs(step - bad) <= 3 for bad in factors):
                 digests[step] = digest(model)
-            if step == next(iter(hurt), None):
+            if step == next(iter(factors), None):
                 torch.save(state_before(model, optimizer, scheduler), f"{directory}/before-{rank}.pt")
             for micro in range(micros):
                 x, y = batch_of(step + 1000 * micro, rank)
                 if rank == 1 and micro == micros - 1:
-                    y[2] *= hurt.get(step, 1.0)
+                    y[2] *= factors.get(step, 1.0)
                 monitor.batch(x, y, sample_ids=ids_of(step + 1000 * micro, rank))
                 loss = loss_of(model, (x, y))
                 monitor.loss(loss)
@@ -151,17 +151,17 @@ def train(
             optimizer.zero_grad()
             scheduler.step()
         monitor.close()
-        told += [str(w.message) for w in caught if "fastclip" in str(w.message)]
+        messages += [str(w.message) for w in caught if "fastclip" in str(w.message)]
     return {
         "digests": digests,
-        "told": told,
-        "held": [r.step for r in monitor.records if r.held],
+        "warnings": messages,
+        "skipped": [r.step for r in monitor.records if r.held],
         "applied": sum(r.applied for r in monitor.records),
     }
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts what goes to a process group from Python, FSDP's own too."""
+    """Count the collectives called from Python, those of FSDP too."""
 
     count = 0
 
@@ -171,7 +171,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def collectives(layout: str, steps: int, **options: Any) -> list[int]:
-    """Of each step."""
+    """Return the number of collectives in each step."""
     model = prepared(layout)
     optimizer = make_optimizer(model)
     monitor = fastclip.Monitor(model, optimizer, max_norm=1.0, **options)

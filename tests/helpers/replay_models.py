@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small trainings that are recorded as a monitor records an incident, and run again by tests."""
+"""Small trainings that tests record as a monitor records an incident, and replay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH = 16
 
 
 class Transformer(nn.Module):
-    """Token ids to the next token, with dropout."""
+    """A small language model with dropout."""
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def spectral(old: bool = False) -> nn.Module:
 
 
 class Warming(nn.Module):
-    """Counts its forward passes in a buffer that is in no state_dict, and scales with the count."""
+    """A module that scales by its number of forwards, a buffer that is not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,13 +99,13 @@ def vectors(step: int, micro: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Training:
-    """A training: what build() of a replay returns, and how its loop goes.
+    """A training: what build() of a replay returns, and the settings of its loop.
 
     Attributes:
-        data: the batch of a step and micro-batch.
-        autocast: the half precision type of the forward on the CPU.
+        data: returns the batch of a step and micro-batch.
+        autocast: the half precision dtype of the forward on the CPU.
         divides: whether losses of micro-batches are divided by their number.
-        rate: the learning rate of a step, where it is not the optimizer's own.
+        rate: returns the learning rate of a step; None for the optimizer's own.
     """
 
     model: nn.Module
@@ -131,7 +131,7 @@ def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
 
 
 def training_of(model: nn.Module, **options: Any) -> Training:
-    """Of images for a model that convolves, else of vectors; AdamW."""
+    """Return a training on images for convolutional models, else on vectors, with AdamW by default."""
     data = images if any(isinstance(m, nn.Conv2d) for m in model.modules()) else vectors
     if isinstance(model, Transformer):
         options = {"loss_function": next_token, "data": tokens} | options
@@ -175,16 +175,16 @@ def record_incident(
     snapshot: int | None = None,
     event_values: Callable[[Any, list[Any]], dict[str, Any]] | None = None,
 ) -> Path:
-    """Train up to a step and store it as an incident, with the state before it and the batches of 4 steps.
+    """Train up to a step and save it as an incident, with the state before it and the batches of 4 steps.
 
     Args:
-        snapshot: the step before which a full state is kept too.
-        event_values: the numbers of the event, from the record and those before it.
+        snapshot: the step whose state before it is saved too.
+        event_values: returns the values of the event from the record and the records before it.
     """
     monitor = fastclip.Monitor(
         training.model, training.optimizer, max_norm=training.max_norm, scaler=training.scaler
     )
-    kept: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     files: dict[str, Any] = {}
     for number in range(step + 1):
         state = state_of(training)
@@ -196,14 +196,14 @@ def record_incident(
                 group["lr"] = training.rate(number)
         for micro in range(training.micro_batches):
             batch = training.data(number, micro)
-            kept.append(before_forward(training, number, micro, batch))
+            entries.append(before_forward(training, number, micro, batch))
             given = batch if isinstance(batch, tuple) else (batch,)
-            monitor.batch(*given, sample_ids=kept[-1]["sample_ids"])
+            monitor.batch(*given, sample_ids=entries[-1]["sample_ids"])
             enabled = training.autocast is not None
             with torch.autocast("cpu", dtype=training.autocast) if enabled else nullcontext():
                 loss = training.loss_function(training.model, batch)
             monitor.loss(loss)
-            kept[-1]["loss"] = float(loss.detach())
+            entries[-1]["loss"] = float(loss.detach())
             if training.divides:
                 loss = loss / training.micro_batches
             (loss if training.scaler is None else training.scaler.scale(loss)).backward()
@@ -221,7 +221,7 @@ def record_incident(
     records = list(monitor.records)
     record = records[-1]
     assert record.step == step and record.total_norm is not None
-    files |= {"state.pt": state, "batches.pt": {"batches": [k for k in kept if k["step"] > step - 4]}}
+    files |= {"state.pt": state, "batches.pt": {"batches": [e for e in entries if e["step"] > step - 4]}}
     values = {} if event_values is None else event_values(record, records[:-1])
     event = {
         "kind": kind,
@@ -260,7 +260,7 @@ def loss_event(record: Any, before: list[Any]) -> dict[str, Any]:
 
 
 def with_bad_samples(data: Callable[..., Any], step: int, indices: list[int], value: float = math.nan) -> Any:
-    """The data, with one element of these samples replaced in a step of 64."""
+    """Return the data with 64 samples, and one element of some samples replaced in one step."""
 
     def poisoned(number: int, micro: int) -> Any:
         inputs, targets = data(number, micro, 64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Incidents of several processes: all save the same step, and one process can run it again."""
+"""Incidents of several processes: every rank saves the same step, and one process can replay it."""
 
 import math
 
@@ -38,12 +38,12 @@ def incident_of(tmp_path, step, kind):
 
 
 def before(tmp_path, rank):
-    """The state that the rank had before the step, and all of it."""
+    """Load the whole state that the rank had before the step."""
     return torch.load(tmp_path / f"before-{rank}.pt", weights_only=True)
 
 
 def tensors_of(value, name=""):
-    """{name: tensor} of all that is nested in it, and the numbers as they are."""
+    """Return all nested tensors and numbers by name."""
     if isinstance(value, dict):
         value = list(value.items())
     elif isinstance(value, (list, tuple)):
@@ -62,24 +62,24 @@ def assert_equal(state, expected):
         assert same, (name, value, other[name])
 
 
-def assert_goes_on(results, held, steps):
-    """The held steps change nothing, on any rank, and all others the same on all."""
+def assert_only_these_are_skipped(results, skipped, steps):
+    """Check that skipped steps change nothing, and that others change the same on all ranks."""
     for result in results:
-        assert result["held"] == held and result["digests"] == results[0]["digests"]
-        assert result["applied"] == steps - len(held)
+        assert result["skipped"] == skipped and result["digests"] == results[0]["digests"]
+        assert result["applied"] == steps - len(skipped)
         digests = result["digests"]
         pairs = {step: digests[step] == digests[step + 1] for step in digests if step + 1 in digests}
-        assert len(pairs) >= 5 * len(held)
-        assert pairs == {step: step in held for step in pairs}
-        assert not [text for text in result["told"] if "failed with" in text], result["told"]
+        assert len(pairs) >= 5 * len(skipped)
+        assert pairs == {step: step in skipped for step in pairs}
+        assert not [text for text in result["warnings"] if "failed with" in text], result["warnings"]
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_saves_the_state_before_the_step(two, tmp_path, layout, late):
-    """`late`: numbers arrive as from a GPU, where the next step has begun by then, at other times on each."""
+    """With `late`, numbers arrive as from a GPU: during the next step, at other times on each rank."""
     results = run(two, "train", str(tmp_path), layout, {10: NAN}, late=late)
-    assert_goes_on(results, [10], 14)
+    assert_only_these_are_skipped(results, [10], 14)
     path = incident_of(tmp_path, 10, "nonfinite")
     incident = read_incident(path)
     assert not incident.incomplete and incident.world_size == 2
@@ -106,7 +106,7 @@ def test_every_rank_saves_the_state_before_the_step(two, tmp_path, layout, late)
 
 
 def assert_as_before(state, tmp_path, step):
-    """Of rank 0, whose buffers DistributedDataParallel gives to all before the forward."""
+    """Compare with rank 0, whose buffers DistributedDataParallel broadcasts before the forward."""
     expected = before(tmp_path, 0)
     for name in ("model", "optimizer", "scheduler"):
         assert_equal(state[name], expected[name])
@@ -115,7 +115,7 @@ def assert_as_before(state, tmp_path, step):
 
 
 def assert_described(incident):
-    """Local parts and where they lie; of rank 1 fewer rows, or none."""
+    """Check the shards and their descriptions; rank 1 has fewer rows, or none."""
     for name in ("model/1.weight", "optimizer/state/0/exp_avg"):
         for rank, rows in ((0, 7), (1, 6)):
             its = incident.manifests[rank]["shards"][name]
@@ -130,10 +130,10 @@ def assert_described(incident):
 
 
 @pytest.mark.parametrize(("layout", "micros"), [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2)])
-def test_one_process_runs_it_again(two, tmp_path, layout, micros):
+def test_replay_of_both_ranks_in_one_process(two, tmp_path, layout, micros):
     """The gradients are the mean of both, and the steps from the snapshot lead to the same state."""
     results = run(two, "train", str(tmp_path), layout, {10: NAN}, micros=micros, snapshot_every=4)
-    assert_goes_on(results, [10], 14)
+    assert_only_these_are_skipped(results, [10], 14)
     result = fastclip.replay(incident_of(tmp_path, 10, "nonfinite"), jobs.build, steps="all")
     assert result.reproduced, result.differences
     assert result.ranks == [0, 1] and result.tolerance == 1e-5 and result.fails
@@ -153,10 +153,10 @@ def test_one_process_runs_it_again(two, tmp_path, layout, micros):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loss_spike_of_one_rank(two, tmp_path, layout):
-    """Rank 0 sees none in its own loss, and saves the same; the norm is a number to compare."""
+def test_every_rank_saves_a_loss_spike_of_one_rank(two, tmp_path, layout):
+    """Rank 0, whose own loss has no spike, saves the same step; the norm is compared."""
     results = run(two, "train", str(tmp_path), layout, {70: 300.0}, steps=74, kinds=["loss_spike"])
-    assert_goes_on(results, [70], 74)
+    assert_only_these_are_skipped(results, [70], 74)
     path = incident_of(tmp_path, 70, "loss_spike")
     incident = read_incident(path)
     losses = [manifest["record"]["loss"] for manifest in incident.manifests.values()]
@@ -173,14 +173,14 @@ def test_a_loss_spike_of_one_rank(two, tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_that_cannot_write(two, tmp_path, capsys, layout):
-    """What the other saves is whole, all go on, and the next incident has both again."""
+def test_failed_save_of_one_rank(two, tmp_path, capsys, layout):
+    """The other rank saves, the training continues, and the next incident has both ranks again."""
     bad = [10, 112] if layout == "ddp" else [10]
     results = run(two, "train", str(tmp_path), layout, dict.fromkeys(bad, NAN), bad[-1] + 4, full_disk=True)
-    assert_goes_on(results, bad, bad[-1] + 4)
-    assert not [text for text in results[0]["told"] if "not saved" in text]
-    (told,) = [text for text in results[1]["told"] if "not saved" in text]
-    assert "the incident of step 10 was not saved: No space left on device" in told
+    assert_only_these_are_skipped(results, bad, bad[-1] + 4)
+    assert not [text for text in results[0]["warnings"] if "not saved" in text]
+    (warning,) = [text for text in results[1]["warnings"] if "not saved" in text]
+    assert "the incident of step 10 was not saved: No space left on device" in warning
     first, *further = list_incidents(tmp_path / "incidents")
     assert (first.step, first.state) == (10, "incomplete")
     assert [(each.step, each.state) for each in further] == [(step, "whole") for step in bad[1:]]
@@ -195,13 +195,13 @@ def test_a_rank_that_cannot_write(two, tmp_path, capsys, layout):
         assert result.reproduced and not result.fails
         assert any("rank 1 saved nothing" in note for note in result.notes)
     else:
-        with pytest.raises(ReplayError, match=r"of which \[1\] are not"):
+        with pytest.raises(ReplayError, match=r"of which \[1\] are missing"):
             fastclip.replay(first.path, jobs.build)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_further_collectives(two, tmp_path, layout):
-    """Nor with a snapshot in each step: nothing that is kept is asked for from another process."""
+def test_incidents_add_no_collectives(two, tmp_path, layout):
+    """Not even with a snapshot in each step."""
     actions = dict.fromkeys(("nonfinite", "norm_spike", "loss_spike"), "skip")
     with_actions = run(two, "collectives", layout, 8, actions=actions)
     saving = fastclip.monitor.Incidents(str(tmp_path), snapshot_every=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Replay is exact, tells what differs, refuses what it cannot run, and leaves the caller as it was."""
+"""Replay is exact, reports differences, and restores the state of the caller."""
 
 import hashlib
 import json
@@ -37,12 +37,12 @@ def scaled(make, scaler=torch.amp.GradScaler, scale=2.0**12, **options):
 
 
 def noisy(model, batch):
-    """A loss with random numbers of Python and of NumPy."""
+    """Return a loss that depends on random numbers of Python and NumPy."""
     return next_token(model, batch) * (1 + random.random() + float(np.random.rand()))
 
 
 def drops_batch(model, batch):
-    """A loss function that takes the batch apart."""
+    """Return a loss, and remove an item from the batch."""
     return next_token(model, batch.pop("tokens")) + batch["weight"]
 
 
@@ -63,7 +63,7 @@ EXACT = {
     "batch_norm_sgd": lambda: training_of(convolutional(), optimizer=sgd),
     "spectral_norm": lambda: training_of(spectral()),
     "old_spectral_norm": lambda: training_of(spectral(old=True)),
-    "buffers_of_no_state_dict": lambda: training_of(nn.Sequential(Warming(), spectral())),
+    "non_persistent_buffers": lambda: training_of(nn.Sequential(Warming(), spectral())),
     "random_numbers_of_all": lambda: transformer(loss_function=noisy),
     "scheduler": lambda: cosine(transformer),
     "fused": lambda: transformer(optimizer=lambda model: fused(model.parameters())),
@@ -94,10 +94,10 @@ def partly_eval():
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("steps", [1, "all"])
-def test_exact(tmp_path, name, steps):
+def test_replay_is_exact(tmp_path, name, steps):
     make = EXACT[name]
     path = record_incident(tmp_path, make(), STEP, snapshot=3 if steps == "all" else None)
-    torch.manual_seed(3)  # of the caller, who may have used it for anything
+    torch.manual_seed(3)  # the caller's own generators
     random.seed(4)
     np.random.seed(5)
     before, hashes = rng_state(), hashes_of(path)
@@ -123,7 +123,7 @@ def assert_same_numbers(before, after):
     assert (before["numpy"][1] == after["numpy"][1]).all() and before["numpy"][2:] == after["numpy"][2:]
 
 
-def test_settings_of_the_incident_then_of_the_caller(tmp_path, threads):
+def test_replay_uses_recorded_settings_and_restores_the_callers(tmp_path, threads):
     make = transformer
     threads(1)
     path = record_incident(tmp_path, make(), STEP)
@@ -143,22 +143,22 @@ def test_settings_of_the_incident_then_of_the_caller(tmp_path, threads):
     assert not deterministic_settings()["algorithms"] and torch.get_num_threads() == 2
 
 
-def test_state_of_build_does_not_matter(tmp_path):
-    """Other weights, a used optimizer, another learning rate: all comes from the incident."""
+def test_replay_ignores_the_state_of_build(tmp_path):
+    """Weights, optimizer state and learning rate come from the incident."""
     path = record_incident(tmp_path, scaled(transformer, autocast=half), STEP)
     other = scaled(transformer, scale=8.0, autocast=half)
     record_incident(tmp_path / "other", other, 3)
     other.optimizer.param_groups[0]["lr"] = 7.0
     assert fastclip.replay(path, lambda: other).reproduced
-    # A scaler that is not given is made.
+    # A missing scaler is created.
     made = transformer()
     assert fastclip.replay(path, lambda: (made.model, made.optimizer, next_token)).reproduced
 
 
-# What differs.
+# Differences.
 
 
-def test_other_loss_function(tmp_path):
+def test_replay_reports_another_loss_function(tmp_path):
     path = record_incident(tmp_path, transformer(), STEP)
     make = partial(transformer, loss_function=lambda m, b: next_token(m, b) * 1.0001)
     result = fastclip.replay(path, make)
@@ -169,13 +169,13 @@ def test_other_loss_function(tmp_path):
     assert not fastclip.replay(path, make, tolerance=1e-5).reproduced
 
 
-def test_other_dropout(tmp_path):
+def test_replay_reports_another_dropout(tmp_path):
     path = record_incident(tmp_path, transformer(), STEP)
     result = fastclip.replay(path, lambda: training_of(Transformer(dropout=0.2)), variants=False)
     assert not result.reproduced and {d.split(":")[0] for d in result.differences} >= {"loss", "total_norm"}
 
 
-def test_other_gradients_behind_the_same_loss(tmp_path):
+def test_replay_reports_other_gradients_of_the_same_loss(tmp_path):
     class Half(torch.autograd.Function):
         @staticmethod
         def forward(ctx, loss):
@@ -193,7 +193,7 @@ def test_other_gradients_behind_the_same_loss(tmp_path):
 
 
 def saved(tmp_path, training, change, **options):
-    """An incident of which something has been changed, with right hashes."""
+    """Save an incident with a change, and valid hashes."""
     path = record_incident(tmp_path / "as_it_was", training, STEP, **options)
     files = {f.name: torch.load(f, weights_only=True) for f in path.glob("rank00000/*.pt")}
     manifest = json.loads((path / "rank00000" / "manifest.json").read_text())
@@ -202,7 +202,7 @@ def saved(tmp_path, training, change, **options):
 
 
 @pytest.mark.parametrize("name", ["data", "weights", "random_numbers", "buffers", "scale", "record", "worst"])
-def test_changed_incident(tmp_path, name):
+def test_replay_reports_a_changed_incident(tmp_path, name):
     def change(manifest, files):
         entry = files["batches.pt"]["batches"][-1]
         if name == "data":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What cannot be replayed is refused with the reason in one line; the command and its exit status."""
+"""ReplayError names the reason in one line; `fastclip replay` and its exit status."""
 
 import json
 import sys
@@ -46,11 +46,14 @@ BAD_BUILDS = {
     "has": (lambda: training_of(perceptron()), "the recorded model lacks 0.bias"),
     "shape": (
         lambda: shaped(),
-        "the recorded head.weight is float32 [40, 16], but that of the model of build()",
+        "the recorded head.weight is float32 [40, 16], but in the model of build() it is",
     ),
-    "dtype": (lambda: training_of(Transformer().double()), "but that of the model of build() is float64"),
-    "optimizer": (lambda: transformer(optimizer=sgd), "it is no SGD as that of build()"),
-    "groups": (lambda: transformer(optimizer=grouped), "has [1, "),
+    "dtype": (lambda: training_of(Transformer().double()), "but in the model of build() it is float64"),
+    "optimizer": (
+        lambda: transformer(optimizer=sgd),
+        "the saved optimizer state is not from SGD, which build() returned: it has ",
+    ),
+    "groups": (lambda: transformer(optimizer=grouped), "has groups of [1, "),
     "loss raises": (lambda: transformer(loss_function=classification), "loss_function(model, batch) raised"),
     "loss shape": (
         lambda: transformer(loss_function=lambda m, b: m(b)),
@@ -84,7 +87,7 @@ def grouped(model):
 
 
 @pytest.mark.parametrize("name", BAD_BUILDS)
-def test_bad_build(tmp_path, name):
+def test_replay_raises_on_an_unsuitable_build(tmp_path, name):
     build, message = BAD_BUILDS[name]
     path = record_incident(tmp_path, transformer(), STEP)
     with pytest.raises(ReplayError) as caught:
@@ -93,7 +96,7 @@ def test_bad_build(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def test_bad_arguments(tmp_path):
+def test_replay_raises_on_invalid_arguments(tmp_path):
     path = record_incident(tmp_path, transformer(), STEP)
     with pytest.raises(ValueError, match="expected steps to be 1 or 'all', but got 2"):
         fastclip.replay(path, transformer, steps=2)
@@ -102,7 +105,7 @@ def test_bad_arguments(tmp_path):
             fastclip.replay(path, transformer, tolerance=tolerance)
     with pytest.raises(ReplayError, match="has no snapshot, so only its own step can be replayed"):
         fastclip.replay(path, transformer, steps="all")
-    with pytest.raises(ReplayError, match="has no rank 1, but the ranks"):
+    with pytest.raises(ReplayError, match="has no rank 1, only the ranks"):
         fastclip.replay(path, transformer, rank=1)
     with pytest.raises(ReplayError, match="No such file"):
         fastclip.replay(tmp_path / "none", transformer)
@@ -112,7 +115,7 @@ def test_bad_arguments(tmp_path):
         fastclip.replay(path, transformer)
 
 
-def test_a_loss_in_a_tuple_or_dict(tmp_path):
+def test_replay_takes_the_loss_from_a_tuple_or_dict(tmp_path):
     path = record_incident(tmp_path, transformer(), STEP)
     loss = transformer().loss_function
     for pack in (lambda value: (value, 1), lambda value: {"loss": value}, lambda value: {"x": value}):
@@ -142,7 +145,7 @@ number = 3
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Runs `fastclip replay` in a directory with a module and an incident."""
+    """Return a function that runs `fastclip replay` in a directory with a module and an incident."""
     path = record_incident(tmp_path / "incidents", transformer(), STEP, snapshot=1)
     (tmp_path / "made_here.py").write_text(MODULE)
     (tmp_path / "does_not_import.py").write_text("raise OSError('no\\nlines')")
@@ -153,7 +156,7 @@ def command(tmp_path, monkeypatch):
     assert sys.path == before
 
 
-def test_command(command, capsys, tmp_path):
+def test_command_reproduces_and_writes_json(command, capsys, tmp_path):
     assert command("made_here:Made.build", "--json", "result.json") == 0
     assert "reproduced, bit for bit" in capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
@@ -170,7 +173,7 @@ def test_command(command, capsys, tmp_path):
     "arguments, message",
     [
         (["made_here"], "expected MODULE:FUNCTION such as train:build, but got 'made_here'"),
-        (["absent:build"], "absent:build: there is no module 'absent'"),
+        (["absent:build"], "absent:build: no module named 'absent'"),
         (["made_here:absent"], "has no attribute 'absent'"),
         (["made_here:number"], "expected a function, but got int"),
         (["made_here:broken"], "but got int without model"),
@@ -179,7 +182,7 @@ def test_command(command, capsys, tmp_path):
         (["made_here:Made.build", "--json", "absent/result.json"], "No such file"),
     ],
 )
-def test_command_that_cannot_run(command, capsys, arguments, message):
+def test_command_exits_with_2_if_it_cannot_run(command, capsys, arguments, message):
     assert command(*arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("fastclip: ") and message in error and error.count("\n") == 1

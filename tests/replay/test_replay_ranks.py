@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Replay in one process of what several have recorded, also sharded; steps that ended in an error."""
+"""Replay in one process of incidents of several ranks, also sharded; steps that ended in an exception."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ def gradients_of(training: Training, batch) -> tuple[float, list[Tensor]]:
 
 
 def record_ranks(directory, training, bad_rank=None, shards=False, wrapped=False):
-    """Train as DistributedDataParallel does, each process with its own batch and random numbers."""
+    """Record an incident of several ranks, which train as under DistributedDataParallel."""
     stores = [IncidentStore(directory) for _ in range(WORLD)]
     entries = {rank: [] for rank in range(WORLD)}
     for step in range(STEP + 1):
@@ -71,7 +71,7 @@ def record_ranks(directory, training, bad_rank=None, shards=False, wrapped=False
 
 
 def _sharded(value, name, rank, described):
-    """The rows of a rank, as a state with DTensors is stored."""
+    """Return the rows of a rank, as a state with DTensors is stored, and describe them."""
     if isinstance(value, dict):
         return {k: _sharded(v, f"{name}/{k}" if name else str(k), rank, described) for k, v in value.items()}
     if not isinstance(value, Tensor) or not value.dim():
@@ -95,7 +95,7 @@ def shards(request):
 
 
 @pytest.mark.parametrize("model", [perceptron, convolutional])
-def test_all_ranks(tmp_path, model, shards):
+def test_replay_of_all_ranks_averages_gradients(tmp_path, model, shards):
     path = record_ranks(tmp_path, training_of(model()), shards=shards)
     result = fastclip.replay(path, lambda: training_of(model()), variants=False)
     assert result.reproduced and result.tolerance == 1e-5, result.differences
@@ -104,7 +104,7 @@ def test_all_ranks(tmp_path, model, shards):
     assert norm.recorded == pytest.approx(norm.replayed, rel=1e-6)
 
 
-def test_sample_of_one_rank(tmp_path, shards):
+def test_replay_finds_the_sample_of_one_rank(tmp_path, shards):
     path = record_ranks(tmp_path, training_of(perceptron()), bad_rank=1, shards=shards)
     result = fastclip.replay(path, lambda: training_of(perceptron()))
     assert result.reproduced, result.differences
@@ -113,23 +113,23 @@ def test_sample_of_one_rank(tmp_path, shards):
     assert result.verdict[0].startswith("1 of 48 samples causes it")
 
 
-def test_one_rank(tmp_path):
+def test_replay_of_one_rank_compares_losses_only(tmp_path):
     path = record_ranks(tmp_path, training_of(perceptron()), bad_rank=1)
     build = lambda: training_of(perceptron())  # noqa: E731
     for result in (fastclip.replay(path, build, rank=2), fastclip.replay(path / "rank00002", build)):
         assert result.reproduced and {c.name for c in result.compared} == {"loss"}
-        assert any(note.startswith("the gradients of rank 0, 1 are not there") for note in result.notes)
+        assert any(note.startswith("the gradients of rank 0, 1 are missing") for note in result.notes)
         assert result.tolerance == 0 and not result.fails
     result = fastclip.replay(path, build, rank=1)
     assert result.fails and "1 of 16 samples causes it" in result.verdict[0]
 
 
-def test_missing_rank(tmp_path, shards):
+def test_replay_with_a_missing_rank(tmp_path, shards):
     path = record_ranks(tmp_path, training_of(perceptron()), shards=shards)
     shutil.rmtree(path / "rank00001")
     build = lambda: training_of(perceptron())  # noqa: E731
     if shards:
-        with pytest.raises(ReplayError, match=r"sharded over 3 processes, of which \[1\] are not in"):
+        with pytest.raises(ReplayError, match=r"sharded over 3 ranks, of which \[1\] are missing in"):
             fastclip.replay(path, build)
         return
     result = fastclip.replay(path, build)
@@ -137,7 +137,7 @@ def test_missing_rank(tmp_path, shards):
     assert {c.name for c in result.compared} == {"loss"} and len(result.compared) == 2
 
 
-def test_names_of_a_wrapped_model(tmp_path):
+def test_replay_strips_the_prefixes_of_a_wrapped_model(tmp_path):
     path = record_ranks(tmp_path, training_of(perceptron()), wrapped=True)
     assert fastclip.replay(path, lambda: training_of(perceptron()), variants=False).reproduced
 
@@ -149,7 +149,7 @@ class Raising(nn.Module):
         return inputs
 
 
-def test_step_that_ended_in_an_error(tmp_path):
+def test_replay_of_a_step_that_raised(tmp_path):
     make = lambda: training_of(nn.Sequential(Raising(), nn.Linear(64, 10)), data=data)  # noqa: E731
 
     def data(step, micro):
@@ -162,7 +162,9 @@ def test_step_that_ended_in_an_error(tmp_path):
     store = IncidentStore(tmp_path / "bad")
     good = store.save(STEP, "exception", 0, 1, manifest, copy.deepcopy(files)).parent
     result = fastclip.replay(good, make)
-    assert not result.reproduced and "here" in result.differences[0] and "none here" in result.verdict[0]
+    assert (
+        not result.reproduced and "recorded" in result.differences[0] and "none replayed" in result.verdict[0]
+    )
     files["batches.pt"]["batches"][-1]["batch"][1][0][4, 0] = 1e6
     bad = store.save(STEP, "exception", 0, 1, manifest, files).parent
     result = fastclip.replay(bad, make)
