@@ -36,11 +36,11 @@ def test_auto_prefers_native_on_the_cpu_and_the_reference_elsewhere(native_only)
 
 
 @pytest.mark.parametrize("norm_type", [3.0, 0.5, -1.0, float("-inf"), float("nan"), 0.0])
-def test_other_orders_are_the_references(native_only, norm_type):
+def test_select_leaves_other_orders_to_the_reference(native_only, norm_type):
     assert backends.select(CPU, norm_type) is reference
 
 
-def test_a_named_backend_works_or_raises(native_only):
+def test_use_of_a_named_backend_works_or_raises(native_only):
     with backends.use("reference"):
         assert backends.select(CPU) is reference
         assert backends.status()["reference"] == "in use" and backends.status()["native"] == "usable"
@@ -52,7 +52,7 @@ def test_a_named_backend_works_or_raises(native_only):
     assert backends.select(CPU) is native
 
 
-def test_use_lasts_until_it_is_undone():
+def test_use_lasts_until_the_with_block_ends():
     before = backends.name_in_use()
     try:
         backends.use("reference")
@@ -65,14 +65,14 @@ def test_use_lasts_until_it_is_undone():
 
 
 @pytest.mark.parametrize("name", ["cuda", "", "Native", None, 3])
-def test_an_unknown_name_raises(name):
+def test_use_raises_on_an_unknown_name(name):
     with pytest.raises(
         ValueError, match=r"expected 'auto' or one of 'native', 'triton', 'reference', but got"
     ):
         backends.use(name)
 
 
-def test_the_variable_names_a_backend(monkeypatch):
+def test_environment_variable_names_a_backend(monkeypatch):
     code = "import fastclip; print(fastclip.backends.name_in_use())"
     assert run(code, FASTCLIP_BACKEND="reference").stdout == "reference\n"
     monkeypatch.setattr(backends, "_named", None)
@@ -94,7 +94,7 @@ def without_library(monkeypatch, tmp_path, report: str = "pure Python only: no C
     monkeypatch.setattr(backends, "_environment", "auto")
 
 
-def test_a_missing_library_is_said_once_and_told_by_status(monkeypatch, tmp_path):
+def test_missing_library_warns_once_and_shows_in_status(monkeypatch, tmp_path):
     if libraries.torch_version() < libraries.OLDEST_TORCH:
         pytest.skip("this torch is too old for the library, so nobody misses it")
     without_library(monkeypatch, tmp_path)
@@ -106,13 +106,13 @@ def test_a_missing_library_is_said_once_and_told_by_status(monkeypatch, tmp_path
         backends.use("native")
 
 
-def test_a_library_that_nobody_wanted_is_not_missed(monkeypatch, tmp_path, recwarn):
+def test_missing_library_does_not_warn_if_it_was_not_wanted(monkeypatch, tmp_path, recwarn):
     without_library(monkeypatch, tmp_path, "pure Python only, no native library: FASTCLIP_BUILD=none")
     assert fastclip.get_total_norm([torch.ones(4)]) == 2
     assert not recwarn.list
 
 
-def test_an_old_torch_is_served_by_the_reference(monkeypatch):
+def test_old_torch_is_served_by_the_reference(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     monkeypatch.setattr(backends, "_chosen", {})
     with backends.use("auto"):
@@ -120,7 +120,7 @@ def test_an_old_torch_is_served_by_the_reference(monkeypatch):
         assert "needs torch >= 2.10, this is 2.9.1" in backends.status()["native"]
 
 
-def test_a_second_library_is_refused_with_both_places(native_only, tmp_path):
+def test_load_refuses_a_second_library_and_names_both(native_only, tmp_path):
     """Loading it would end the process: the ops would be defined twice."""
     code = (
         "import shutil, pathlib, torch, fastclip\n"
@@ -138,7 +138,7 @@ def test_a_second_library_is_refused_with_both_places(native_only, tmp_path):
     assert result.stdout == "refused\n", result.stderr
 
 
-def test_doctor_tells_versions_build_and_backends():
+def test_doctor_shows_versions_build_and_backends():
     result = subprocess.run(
         [sys.executable, "-m", "fastclip"],
         capture_output=True,
@@ -159,7 +159,7 @@ def test_doctor_names_the_instruction_set(native_only):
     assert "native runs on baseline" in result.stdout
 
 
-def test_doctor_survives_what_it_diagnoses():
+def test_doctor_works_in_the_environments_that_it_diagnoses():
     result = run("import runpy; runpy.run_module('fastclip', run_name='__main__')", FASTCLIP_BACKEND="fast")
     assert "but got 'fast'" in result.stdout, result.stderr
     if native.unavailable(CPU) is None:

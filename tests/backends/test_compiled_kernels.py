@@ -29,17 +29,17 @@ def resources():
     return sass.resources(libraries.CUDA_LIBRARY)
 
 
-def test_every_architecture_has_every_kernel(resources):
+def test_cuda_library_has_every_kernel_for_every_architecture(resources):
     architectures = {architecture for architecture, _ in resources}
     assert architectures and set(resources) == {(a, k) for a in architectures for k in KERNELS}
 
 
-def test_nothing_is_spilled(resources):
+def test_cuda_kernels_spill_no_registers(resources):
     """No stack and no local memory: each would be traffic that nobody asked for."""
     assert not {key: r for key, r in resources.items() if r.stack or r.local}
 
 
-def test_registers_allow_full_occupancy(resources):
+def test_cuda_kernels_registers_allow_full_occupancy(resources):
     for (architecture, kernel), found in resources.items():
         resident = RESIDENT_THREADS.get(architecture, 2048)
         rounded = -(-found.registers // 8) * 8  # registers are given out in eights
@@ -47,7 +47,7 @@ def test_registers_allow_full_occupancy(resources):
         assert found.shared * (resident // BLOCK) <= 32 << 10
 
 
-def test_hot_loops_load_16_bytes_at_a_time(resources):
+def test_cuda_hot_loops_load_16_bytes_at_a_time(resources):
     """Four at once in the statistics and where nothing is zeroed, at least two elsewhere; in every dtype."""
     for architecture in {architecture for architecture, _ in resources}:
         loops = sass.hot_loops(libraries.CUDA_LIBRARY, architecture)
@@ -63,7 +63,7 @@ def test_hot_loops_load_16_bytes_at_a_time(resources):
                 assert statistics or loop.count("STG.E.128") == loop.count("LDG.E.128"), (architecture, loop)
 
 
-def test_memory_is_the_limit_of_the_hot_loops(resources):
+def test_cuda_hot_loops_are_bound_by_memory(resources):
     """By instruction counts and bytes under way, with room to spare; see benchmarks/GPU_BOUND.md."""
     found = gpu_bound.bounds(libraries.CUDA_LIBRARY)
     if not found:
@@ -72,7 +72,7 @@ def test_memory_is_the_limit_of_the_hot_loops(resources):
         assert bound.reachable >= 1.5, (bound.gpu.name, bound.loop.kernel, bound.loop.dtype, bound)
 
 
-def test_the_library_loads_where_torch_has_cuda(resources):
+def test_cuda_library_loads_where_torch_has_cuda(resources):
     """All symbols are found and the ops get CUDA implementations, also on a machine without a GPU."""
     if torch.version.cuda is None:
         pytest.skip("this torch was built without CUDA, and the library is left alone")

@@ -43,7 +43,7 @@ def clones(original: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, INF])
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
-def test_the_drop_in_equals_torch(dtype, norm_type, max_norm):
+def test_drop_in_functions_match_torch_on_a_gpu(dtype, norm_type, max_norm):
     mine = parameters(50, 5000, dtype)
     theirs = clones(mine)
     total_norm = fastclip.clip_grad_norm_(mine, max_norm, norm_type)
@@ -55,7 +55,7 @@ def test_the_drop_in_equals_torch(dtype, norm_type, max_norm):
         torch.testing.assert_close(a.grad, b.grad, rtol=rtol, atol=1e-6)
 
 
-def test_version_counters_are_bumped():
+def test_clip_bumps_version_counters_on_a_gpu():
     (parameter,) = parameters(1)
     before = parameter.grad._version
     fastclip.clip_grad_norm_([parameter], 1.0)
@@ -74,7 +74,7 @@ def profiled(call) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [1, 200, 1600, 2000])
-def test_nothing_waits_and_launches_are_few(count):
+def test_clip_does_not_synchronize_and_launches_few_kernels(count):
     grads = [p.grad for p in parameters(count, 64)]
     names = profiled(lambda: native.clip_(grads, 1.0, 2.0, "propagate"))
     # The trace itself ends with one synchronisation of the device.
@@ -85,7 +85,7 @@ def test_nothing_waits_and_launches_are_few(count):
     assert len(launches) == (2 if count <= 1600 else 4), launches
 
 
-def test_no_call_of_the_public_api_waits():
+def test_public_functions_do_not_synchronize():
     mine = parameters(100)
     named = [(f"p{i}", p) for i, p in enumerate(mine)]
     calls = [
@@ -111,7 +111,7 @@ def test_no_call_of_the_public_api_waits():
 
 
 @pytest.mark.parametrize("backend", [native, triton], ids=["native", "triton"])
-def test_capture_in_a_graph_and_replay(backend):
+def test_clip_is_captured_in_a_graph_and_replayed(backend):
     """Gradients change between replays, their addresses do not."""
     grads = [torch.randn(5000, device=GPU) for _ in range(20)]
     max_norm = torch.ones(1, device=GPU)
@@ -135,7 +135,7 @@ def test_capture_in_a_graph_and_replay(backend):
         assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
-def test_the_first_call_may_be_captured():
+def test_first_call_may_be_captured_in_a_graph():
     """In a process of its own, as this one has loaded the kernels."""
     import subprocess
     import sys
@@ -155,7 +155,7 @@ def test_the_first_call_may_be_captured():
     assert result.stdout.strip() == "4000", result.stderr[-3000:]
 
 
-def test_several_limits_from_the_cpu_are_refused_in_a_capture():
+def test_capture_refuses_several_limits_from_the_cpu():
     grads = [torch.ones(10, device=GPU) for _ in range(2)]
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
@@ -163,7 +163,7 @@ def test_several_limits_from_the_cpu_are_refused_in_a_capture():
             native.clip_(grads, torch.ones(2), 2.0, "propagate", [0, 1])
 
 
-def test_work_goes_to_the_current_stream():
+def test_clip_uses_the_current_stream():
     grads = [torch.full((1 << 20,), 1.0, device=GPU) for _ in range(8)]
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -176,7 +176,7 @@ def test_work_goes_to_the_current_stream():
     assert abs(summary[0, 0].item() / (2.0 * (8 << 20) ** 0.5) - 1) < 1e-6
 
 
-def test_many_streams_at_once():
+def test_clip_works_on_many_streams_at_once():
     """Each call has a workspace of its own."""
     streams = [torch.cuda.Stream() for _ in range(6)]
     lists = [[torch.full((70_000,), float(i + 1), device=GPU) for _ in range(30)] for i in range(6)]
@@ -191,7 +191,7 @@ def test_many_streams_at_once():
         assert abs(norm.item() / ((k % 6 + 1) * (30 * 70_000) ** 0.5) - 1) < 1e-6
 
 
-def test_memory_is_a_small_workspace():
+def test_clip_allocates_only_a_small_workspace():
     grads = [torch.randn(10_000_000, device=GPU, dtype=torch.bfloat16) for _ in range(10)]
     native.clip_(grads, 1.0, 2.0, "propagate")
     torch.cuda.synchronize()
@@ -202,7 +202,7 @@ def test_memory_is_a_small_workspace():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_name)
-def test_more_than_2_to_the_31_elements(dtype):
+def test_clip_of_more_than_2_to_the_31_elements(dtype):
     size = (1 << 31) + 12_345
     if torch.cuda.mem_get_info()[0] < size * dtype.itemsize * 1.2:
         pytest.skip("not enough memory on the GPU")
@@ -215,7 +215,7 @@ def test_more_than_2_to_the_31_elements(dtype):
     assert [grad[-1].item(), grad[5].item(), grad[1 << 31].item()] == [1.5, 6.0, 0.0]
 
 
-def test_lists_over_devices():
+def test_clip_of_a_list_over_several_devices():
     """Parts on the CPU and on every GPU; the coefficient is that of the whole."""
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     mine = [torch.nn.Parameter(torch.zeros(1000, device=d)) for d in devices for _ in range(3)]
@@ -226,7 +226,7 @@ def test_lists_over_devices():
     assert all(abs(p.grad[0].item() * total_norm.item() - 1) < 1e-5 for p in mine)
 
 
-def test_the_second_gpu_works_while_the_first_is_current():
+def test_clip_serves_the_second_gpu_while_the_first_is_current():
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
     grads = [torch.ones(1000, device="cuda:1") for _ in range(4)]
@@ -236,7 +236,7 @@ def test_the_second_gpu_works_while_the_first_is_current():
     assert torch.cuda.current_device() == 0
 
 
-def test_unusual_gradients_are_served_in_parts():
+def test_clip_serves_unusual_gradients_in_parts():
     """Gaps are packed; a complex one and a sparse one go to the reference; the others stay native."""
     dense = cases.clone([cases.normal(torch.float32, 50, 20)], GPU)[0]
     gappy = cases.clone([cases.normal(torch.float32, 50, 20)[:, ::2]], GPU)[0]
@@ -254,7 +254,7 @@ def test_unusual_gradients_are_served_in_parts():
     torch.testing.assert_close(dense, before / (total_norm + 1e-6))
 
 
-def test_training_with_a_captured_step_stays_finite():
+def test_captured_training_step_stays_finite():
     """A small model whose whole step, clipping included, is one graph."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(GPU)

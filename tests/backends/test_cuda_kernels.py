@@ -258,18 +258,18 @@ def assert_found(run: subprocess.CompletedProcess, build: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", parameters("fault", FAULTS))
-def test_a_planted_fault_is_found(runs, wanted):
+def test_kernel_check_finds_a_planted_fault(runs, wanted):
     assert_found(result_of(runs, wanted), FAULTS[wanted[1]].build)
 
 
 @pytest.mark.parametrize("wanted", parameters("fault", MORE_FAULTS))
-def test_another_planted_fault_is_found(runs, wanted):
+def test_kernel_check_finds_another_planted_fault(runs, wanted):
     assert_found(result_of(runs, wanted), MORE_FAULTS[wanted[1]].build)
 
 
 @by_dtype
 @each_case(ALL)
-def test_results_do_not_depend_on_the_grid_or_on_the_order(case, dtype):
+def test_kernels_give_the_same_bits_for_every_grid_and_order(case, dtype):
     """Through the ops, over the list of cases of all backends."""
     if reason := shim.reason_against():
         pytest.skip(reason)
@@ -284,7 +284,7 @@ def test_results_do_not_depend_on_the_grid_or_on_the_order(case, dtype):
         assert_bitwise_equal(other, outcomes[0])
 
 
-def test_more_gradients_than_a_table_holds():
+def test_kernels_serve_more_gradients_than_one_launch_holds():
     """Several launches, the last of which sums up all; more than 1,600 gradients once."""
     if reason := shim.reason_against():
         pytest.skip(reason)

@@ -79,7 +79,7 @@ def roots(stats: Tensor, norm_type: float) -> Tensor:
 @by_dtype
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @each_case(ALL)
-def test_statistics(machine, case, dtype, norm_type):
+def test_cuda_grad_stats_equals_the_reference(machine, case, dtype, norm_type):
     grads = ALL[case](dtype)
     sent = machine.send(grads)
     for finite_only in (False, True):
@@ -96,7 +96,7 @@ def test_statistics(machine, case, dtype, norm_type):
 @by_dtype
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip"])
 @each_case(ALL)
-def test_clip(machine, case, dtype, nonfinite):
+def test_cuda_clip_equals_the_reference(machine, case, dtype, nonfinite):
     """What is written fits the coefficient that is returned; twice gives the same bits."""
     grads = ALL[case](dtype)
     for max_norm in (0.5, INF):
@@ -115,7 +115,7 @@ def test_clip(machine, case, dtype, nonfinite):
 
 @by_dtype
 @each_case(ALL)
-def test_scale_and_clamp(machine, case, dtype):
+def test_cuda_scale_and_clamp_equal_the_reference(machine, case, dtype):
     grads = ALL[case](dtype)
     factors = random_factors(len(grads))
     calls: list[Callable[[ModuleType, list[Tensor]], None]] = [
@@ -131,7 +131,7 @@ def test_scale_and_clamp(machine, case, dtype):
         assert_bitwise_equal([t + 0 for t in on_cpu(sent)], [t + 0 for t in on_cpu(expected)])
 
 
-def test_mixed_dtypes_groups_and_limits(machine):
+def test_cuda_clip_of_mixed_dtypes_groups_and_limits(machine):
     grads = cases.mixed()
     groups = [i % 3 for i in range(len(grads))]
     limits = torch.tensor([0.1, 2.0, INF])
@@ -146,14 +146,14 @@ def test_mixed_dtypes_groups_and_limits(machine):
             torch.testing.assert_close(a.cpu(), b, rtol=2 * torch.finfo(b.dtype).eps, atol=1e-6)
 
 
-def test_the_same_gradient_twice(machine):
+def test_cuda_clip_scales_a_repeated_gradient_twice(machine):
     (grad,) = machine.send([cases.normal(torch.float32, 100_000)])
     before = grad.clone()
     machine.backend.scale_([grad, grad, grad], torch.tensor([0.5, 0.25, 1.0], device=grad.device))
     assert torch.equal(grad, before * 0.5 * 0.25)
 
 
-def test_refusals_come_before_anything_is_written(machine):
+def test_cuda_ops_refuse_before_they_write(machine):
     (flat,) = machine.send([torch.ones(100)])
     expanded = flat[:1].expand(50)
     for bad in ([flat, flat[10:20]], [flat, expanded], [flat, flat.to(torch.int32)]):
@@ -171,7 +171,7 @@ def test_refusals_come_before_anything_is_written(machine):
     assert torch.equal(flat.cpu(), torch.ones(100))
 
 
-def test_a_gradient_that_was_freed_or_resized_between_calls(machine):
+def test_cuda_ops_follow_gradients_that_were_freed_or_resized(machine):
     """Nothing is kept from one call to the next."""
     for size in (10, 70_000, 3, 200_000):
         grads = machine.send([cases.normal(torch.float32, size), cases.normal(torch.bfloat16, size)])

@@ -73,7 +73,9 @@ OPERATIONS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
 @by_dtype
 @pytest.mark.parametrize("operation", OPERATIONS)
 @each_case(ALL)
-def test_every_instruction_set_gives_the_bits_of_the_widest(native_only, monkeypatch, operation, case, dtype):
+def test_native_gives_the_bits_of_the_widest_instruction_set(
+    native_only, monkeypatch, operation, case, dtype
+):
     grads = ALL[case](dtype)
     results = {}
     for capability in USABLE:
@@ -90,9 +92,7 @@ def all_results(grads: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "mixed"], ids=lambda d: d if d == "mixed" else dtype_name(d))
-def test_every_run_thread_count_and_instruction_set_gives_the_same_bits(
-    native_only, threads, monkeypatch, dtype
-):
+def test_native_gives_the_same_bits_for_every_run_and_thread_count(native_only, threads, monkeypatch, dtype):
     # Sizes that give threads shares of their own, and tails in every chunk.
     sizes = (5, 12 * cases.CHUNK + 17, 900, 3 * cases.CHUNK - 1, 64)
     grads = cases.mixed() if dtype == "mixed" else [cases.normal(dtype, n) for n in sizes]

@@ -153,7 +153,7 @@ def digest_of(run: subprocess.CompletedProcess) -> str:
     return found[1]
 
 
-def test_flags_are_those_of_setup():
+def test_loops_are_compiled_with_the_flags_of_setup():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     for flag in SETUP_FLAGS:
         assert f'"{flag}"' in setup
@@ -167,7 +167,7 @@ def test_loops_agree_with_naive_arithmetic(workshop, build, instruction_set):
 
 
 @pytest.mark.parametrize(("build", "instruction_set"), RUNS[1:])
-def test_all_variants_give_the_same_bits(workshop, build, instruction_set):
+def test_loops_give_the_same_bits_in_every_build(workshop, build, instruction_set):
     """Those of g++ for any x86 CPU; but for some bits of NaN, see Rule in check_update.h."""
     expected = digest_of(workshop.run("g++", "baseline"))
     assert digest_of(workshop.run(build, instruction_set)) == expected
@@ -184,7 +184,7 @@ OBJECTS = pytest.mark.parametrize("build", ["g++", pytest.param("clang++", marks
 @needs("nm")
 @OBJECTS
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-def test_object_defines_nothing_but_its_table(workshop, build, instruction_set):
+def test_loop_object_defines_nothing_but_its_table(workshop, build, instruction_set):
     """Anything else, such as a template of the standard library, could be the linker's only copy of it."""
     target = workshop.finished(build, f"loops_{instruction_set}")
     external = call_tool("nm", "-C", "--defined-only", "--extern-only", str(target)).splitlines()
@@ -201,7 +201,7 @@ def instructions(target: Path) -> list[str]:
 
 @needs("objdump")
 @OBJECTS
-def test_each_object_stays_within_its_instruction_set(workshop, build):
+def test_loop_object_stays_within_its_instruction_set(workshop, build):
     baseline, avx2, avx512 = (
         instructions(workshop.finished(build, f"loops_{name}")) for name in INSTRUCTION_SETS
     )

@@ -32,11 +32,11 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.dtype_name)
 @pytest.mark.parametrize("op", ARGUMENTS)
-def test_opcheck(op, dtype):
+def test_ops_pass_opcheck(op, dtype):
     torch.library.opcheck(getattr(ops(), op).default, ARGUMENTS[op](samples(dtype)))
 
 
-def test_opcheck_with_every_optional_argument():
+def test_ops_pass_opcheck_with_every_optional_argument():
     limits, inv_scale = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(0.5)
     grads = samples(torch.float32)
     torch.library.opcheck(ops().clip_.default, (grads, 0.0, INF, "zero", [2, 1, 0], limits, inv_scale))
@@ -44,7 +44,7 @@ def test_opcheck_with_every_optional_argument():
     torch.library.opcheck(ops().scale_.default, (grads, torch.rand(3), True))
 
 
-def test_schemas_say_what_is_written():
+def test_op_schemas_mark_what_is_written():
     for name, writes in {"grad_stats": False, "scale_": True, "clip_": True, "clamp_": True}.items():
         schema = getattr(ops(), name).default._schema
         assert schema.is_mutable == writes, schema
@@ -53,7 +53,7 @@ def test_schemas_say_what_is_written():
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(wide):
+def test_ops_give_fake_tensors_the_shapes_and_dtypes_of_real_ones(wide):
     dtype = torch.float64 if wide else torch.bfloat16
     real = [torch.ones(3, dtype=dtype), torch.ones(4, 2)]
     with FakeTensorMode() as mode:
@@ -69,7 +69,7 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(wide):
 
 @pytest.mark.parametrize("offset", range(0, 41))
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.dtype_name)
-def test_memory_round_a_view_is_neither_read_nor_written(offset, dtype):
+def test_ops_leave_the_memory_around_a_view_alone(offset, dtype):
     size = 3 * 32 + offset
     memory = torch.full((size + 2 * 41,), torch.nan, dtype=dtype)
     view = memory[offset : offset + size]
@@ -85,7 +85,7 @@ def test_memory_round_a_view_is_neither_read_nor_written(offset, dtype):
     assert_bitwise_equal([memory], [around])
 
 
-def test_gaps_between_elements_are_not_written():
+def test_ops_do_not_write_gaps_between_elements():
     memory = torch.full((500, 200), torch.nan)
     view = memory[3:490:2, 1:180:3]
     view.copy_(torch.randn(view.shape))
@@ -107,14 +107,14 @@ def read_only() -> Tensor:
         return torch.frombuffer(page, dtype=torch.float32)
 
 
-def test_a_factor_of_one_touches_no_memory(read_only):
+def test_scale_by_one_touches_no_memory(read_only):
     ops().clip_([read_only], 1.0, 2.0, "propagate")
     ops().scale_([read_only], torch.tensor([1.0]))
     ops().clamp_([read_only], 1.0)
     assert read_only.count_nonzero() == 0
 
 
-def test_zeroing_touches_only_what_holds_nan_or_inf(read_only):
+def test_scale_with_zero_nonfinite_writes_only_where_it_must(read_only):
     grad = torch.zeros(4 * CHUNK)
     grad[2 * CHUNK] = torch.nan
     ops().clip_([read_only, grad], 1.0, 2.0, "zero")
@@ -162,7 +162,7 @@ WRITES = {name: ARGUMENTS[name] for name in ("scale_", "clip_", "clamp_")}
 
 @pytest.mark.parametrize("op", WRITES)
 @pytest.mark.parametrize("case", overlapping())
-def test_gradients_that_overlap_in_part_raise(op, case):
+def test_ops_raise_on_gradients_that_overlap_in_part(op, case):
     grads = overlapping()[case]
     with pytest.raises(RuntimeError, match=r"grads\[\d\] and grads\[\d\] share part of their memory"):
         getattr(ops(), op)(*WRITES[op](grads))
@@ -171,7 +171,7 @@ def test_gradients_that_overlap_in_part_raise(op, case):
 
 @pytest.mark.parametrize("op", WRITES)
 @pytest.mark.parametrize("case", apart())
-def test_gradients_that_do_not_overlap_pass(op, case):
+def test_ops_accept_gradients_that_do_not_overlap(op, case):
     grads = apart()[case]
     getattr(ops(), op)(*WRITES[op](grads))
     assert all((g != 1).all() for g in grads if g.dtype == torch.float32)
@@ -183,13 +183,13 @@ def test_gradients_that_do_not_overlap_pass(op, case):
     [torch.ones(1).expand(4), torch.ones(3, 1).expand(3, 5), torch.ones(9).as_strided((3, 3), (2, 1))],
     ids=["scalar", "column", "overlapping rows"],
 )
-def test_a_gradient_that_overlaps_itself_raises(op, grad):
+def test_ops_raise_on_a_gradient_that_overlaps_itself(op, grad):
     with pytest.raises(RuntimeError, match=r"grads\[1\] overlaps itself"):
         getattr(ops(), op)(*WRITES[op]([torch.ones(3), grad]))
     assert (grad == 1).all()
 
 
-def test_random_views_of_one_memory_are_judged_exactly():
+def test_overlap_check_is_exact_on_random_views():
     """Against marking every element: the search must neither miss an overlap nor invent one."""
     generator = torch.Generator().manual_seed(5)
 
@@ -242,7 +242,7 @@ def test_random_views_of_one_memory_are_judged_exactly():
         (lambda g: ops().clip_([g[0], g[1].int()], 1.0, 2.0, "skip"), r"grads\[1\] has another dtype"),
     ],
 )
-def test_refusals_name_the_argument_and_no_build_path(call, words):
+def test_op_errors_name_the_argument_and_no_build_path(call, words):
     grads = [torch.ones(3), torch.ones(2)]
     with pytest.raises(RuntimeError, match=words) as error:
         call(grads)
@@ -250,13 +250,13 @@ def test_refusals_name_the_argument_and_no_build_path(call, words):
     assert all((g == 1).all() for g in grads)
 
 
-def test_unknown_instruction_set_raises(monkeypatch):
+def test_cpu_capability_raises_on_an_unknown_instruction_set(monkeypatch):
     monkeypatch.setenv("FASTCLIP_CPU_CAPABILITY", "sse9")
     with pytest.raises(RuntimeError, match=r"FASTCLIP_CPU_CAPABILITY.*baseline.*but got 'sse9'"):
         ops().cpu_capability()
 
 
-def test_compiled_clipping_equals_eager():
+def test_compiled_ops_equal_eager():
     """One graph, the same bits, the mutation seen; the rest of torch.compile has tests of its own."""
     import fastclip
 

@@ -46,7 +46,7 @@ def compiled(request) -> dict[str, Future]:
 @pytest.mark.parametrize(
     "target", [pytest.param(t, marks=[pytest.mark.slow] * (t != TARGETS[0])) for t in TARGETS]
 )
-def test_kernels_compile_without_spills_and_with_wide_loads(compiled, target):
+def test_triton_kernels_compile_without_spills_and_with_wide_loads(compiled, target):
     found = compiled[target].result()
     assert len(found) == 13
     # The assembler in Triton 3.6 spills two registers of one kernel for sm_100.
@@ -69,7 +69,7 @@ interpreted = pytest.mark.skipif(
 
 @interpreted
 @pytest.mark.slow  # a quarter of a minute, a program of the interpreter after the other
-def test_thousands_of_gradients():
+def test_triton_clip_of_thousands_of_gradients():
     """More than one block of rows, once: the interpreter takes milliseconds for each gradient."""
     grads = [cases.normal(DTYPES[i % 4], i % 3) for i in range(1100)]
     total_norm, stats = triton.grad_stats(grads, 2.0)
@@ -78,21 +78,21 @@ def test_thousands_of_gradients():
 
 
 @interpreted
-def test_named_it_serves_the_cpu_only_under_the_interpreter(monkeypatch):
+def test_triton_serves_the_cpu_only_under_the_interpreter(monkeypatch):
     cpu = torch.device("cpu")
     assert triton.unavailable(cpu) is None
     monkeypatch.delenv("TRITON_INTERPRET")
     assert triton.unavailable(cpu) == "Triton has no kernels for cpu"
 
 
-def test_auto_never_takes_the_interpreter(monkeypatch):
+def test_auto_never_chooses_the_interpreter(monkeypatch):
     monkeypatch.setattr(fastclip.backends, "_chosen", {})
     with fastclip.backends.use("auto"):
         assert fastclip.backends.select(torch.device("cpu")) is not triton
 
 
 @pytest.mark.parametrize("what", ["missing", "too old"])
-def test_an_absent_triton_is_told(monkeypatch, what):
+def test_triton_reports_why_it_is_not_available(monkeypatch, what):
     triton.reason_absent.cache_clear()
     try:
         if what == "missing":
@@ -107,7 +107,7 @@ def test_an_absent_triton_is_told(monkeypatch, what):
         triton.reason_absent.cache_clear()
 
 
-def test_without_a_driver_the_reason_is_told(monkeypatch):
+def test_triton_reports_a_missing_driver(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is a driver")
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -115,7 +115,7 @@ def test_without_a_driver_the_reason_is_told(monkeypatch):
 
 
 @interpreted
-def test_results_are_the_same_bits_each_time():
+def test_triton_gives_the_same_bits_each_time():
     grads = cases.mixed()
     first = triton.clip_(cases.clone(grads), 0.5, 2.0, "propagate")
     second = triton.clip_(cases.clone(grads), 0.5, 2.0, "propagate")

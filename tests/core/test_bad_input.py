@@ -43,7 +43,7 @@ def overlapping() -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("case", overlapping())
-def test_overlapping_memory_raises_before_any_write(backend, call, case):
+def test_clip_raises_on_overlapping_memory_before_any_write(backend, call, case):
     grads = overlapping()[case]
     with pytest.raises(RuntimeError, match="overlaps itself|share part of their memory") as error:
         CALLS[call]([Holder(g) for g in grads])
@@ -52,7 +52,7 @@ def test_overlapping_memory_raises_before_any_write(backend, call, case):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_views_that_are_apart_pass(backend, call):
+def test_clip_accepts_views_that_do_not_overlap(backend, call):
     memory = torch.ones(10, 10)
     grads = [memory[:, :5], memory[:, 5:]]
     CALLS[call]([Holder(g) for g in grads])
@@ -61,7 +61,7 @@ def test_views_that_are_apart_pass(backend, call):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("bad", [None, 3, "weights"])
-def test_not_a_tensor_raises(call, bad):
+def test_clip_raises_on_what_is_not_a_tensor(call, bad):
     with pytest.raises(TypeError):
         CALLS[call](bad)
     with pytest.raises(TypeError, match="at index 1"):
@@ -69,7 +69,7 @@ def test_not_a_tensor_raises(call, bad):
 
 
 @pytest.mark.parametrize("bad", [None, 1.0, "2"])
-def test_a_gradient_that_is_no_tensor_raises(backend, bad):
+def test_clip_raises_on_a_gradient_that_is_not_a_tensor(backend, bad):
     with pytest.raises(TypeError, match="gradients to be tensors, but got .* as gradient 1"):
         fastclip.get_total_norm([torch.ones(2), bad])
     with pytest.raises(TypeError, match="gradients to be tensors, but got .* as gradient 0"):
@@ -79,13 +79,13 @@ def test_a_gradient_that_is_no_tensor_raises(backend, bad):
 @pytest.mark.parametrize(
     "total_norm, error", [(5.0, TypeError), (None, TypeError), (torch.ones(2), ValueError)]
 )
-def test_a_total_norm_that_is_none_raises(total_norm, error):
+def test_clip_grads_with_norm_raises_on_a_bad_total_norm(total_norm, error):
     with pytest.raises(error, match="total_norm"):
         fastclip.clip_grads_with_norm_([Holder(torch.ones(2))], 1.0, total_norm)
 
 
 @pytest.mark.parametrize("max_norm", [torch.ones(2), torch.ones(0)])
-def test_a_max_norm_of_several_elements_raises(backend, max_norm):
+def test_clip_raises_on_max_norm_with_several_elements(backend, max_norm):
     holder = Holder(torch.ones(2))
     for call in (
         lambda: fastclip.clip_grad_norm_([holder], max_norm),
@@ -98,7 +98,7 @@ def test_a_max_norm_of_several_elements_raises(backend, max_norm):
 
 
 @pytest.mark.parametrize("value", ["abc", None, [1.0], object()])
-def test_a_limit_that_is_no_number_raises(value):
+def test_clip_raises_on_a_limit_that_is_not_a_number(value):
     holder = Holder(torch.ones(2))
     with pytest.raises((TypeError, ValueError)):
         fastclip.clip_grad_value_([holder], value)
@@ -107,7 +107,7 @@ def test_a_limit_that_is_no_number_raises(value):
     assert (holder.grad == 1).all()
 
 
-def test_a_process_group_without_processes_raises():
+def test_clip_raises_on_process_group_without_torch_distributed():
     p = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(
         RuntimeError, match="expected torch.distributed to be initialized, since process_group"
@@ -115,13 +115,13 @@ def test_a_process_group_without_processes_raises():
         fastclip.clip_grad_norm_([p], 1.0, process_group=object())
 
 
-def test_csr_gradients_raise(backend):
+def test_clip_raises_on_csr_gradients(backend):
     dense = torch.eye(3)
     with pytest.raises(TypeError, match="strided or sparse COO gradients, but got layout torch.sparse_csr"):
         fastclip.get_total_norm([torch.ones(2), dense.to_sparse_csr()])
 
 
-def test_inference_tensors(backend):
+def test_clip_serves_inference_tensors_as_torch(backend):
     """They have no version counter to bump. As in torch, they may be written where they were made."""
     with torch.inference_mode():
         grad = torch.full((3,), 5.0)
@@ -131,7 +131,7 @@ def test_inference_tensors(backend):
         assert grad.max() <= 0.1
 
 
-def test_a_failed_call_leaves_no_trace(backend):
+def test_clip_changes_nothing_when_it_raises(backend):
     """The very next call with good gradients works as ever."""
     grads = [torch.ones(4), torch.ones(1).expand(3)]
     before = cases.clone(grads[:1])

@@ -59,7 +59,7 @@ def flat(result: object) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_one_graph_equal_to_eager(call):
+def test_compiled_call_is_one_graph_and_equals_eager(call):
     mine, theirs = parameters(), parameters()
     found = torch.compile(CALLS[call], fullgraph=True, backend="aot_eager")(mine)
     expected = CALLS[call](theirs)
@@ -69,14 +69,14 @@ def test_one_graph_equal_to_eager(call):
         assert torch.equal(a.grad, b.grad)
 
 
-def test_by_the_default_compiler():
+def test_clip_compiles_with_the_default_compiler():
     mine, theirs = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
     total_norm = torch.compile(CALLS["clip_grad_norm_"], fullgraph=True)(mine)
     assert torch.equal(total_norm, CALLS["clip_grad_norm_"](theirs))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_what_is_written_is_known_to_autograd():
+def test_compiled_clip_bumps_versions_for_autograd():
     """The version counters rise, and a backward that saved a gradient refuses its changed value."""
     mine = parameters()
     weight = torch.ones(100, requires_grad=True)
@@ -88,7 +88,7 @@ def test_what_is_written_is_known_to_autograd():
         product.backward()
 
 
-def test_one_compilation_for_each_length_of_the_list():
+def test_clip_compiles_once_for_each_list_length():
     counter = CompileCounterWithBackend("aot_eager")
     clip = torch.compile(lambda ps: fastclip.clip_grad_norm_(ps, 1.0), fullgraph=True, backend=counter)
     for count, compilations in ((3, 1), (3, 1), (5, 2), (3, 2), (5, 2)):
@@ -97,7 +97,7 @@ def test_one_compilation_for_each_length_of_the_list():
         assert counter.frame_count == compilations, (count, counter.frame_count)
 
 
-def test_a_max_norm_given_as_a_tensor_may_change():
+def test_compiled_clip_follows_a_max_norm_tensor():
     counter = CompileCounterWithBackend("aot_eager")
     clip = torch.compile(fastclip.clip_grad_norm_, fullgraph=True, backend=counter)
     for limit in (1.0, 0.5, 3.0):
@@ -108,7 +108,7 @@ def test_a_max_norm_given_as_a_tensor_may_change():
     assert counter.frame_count == 1
 
 
-def test_the_backend_in_use_is_guarded():
+def test_compiled_clip_recompiles_when_the_backend_changes():
     counter = CompileCounterWithBackend("aot_eager")
     clip = torch.compile(lambda ps: fastclip.clip_grad_norm_(ps, 1.0), backend=counter)
     clip(parameters())
@@ -146,11 +146,11 @@ def graph_breaks(clip) -> int:
     return sum(counters["graph_break"].values())
 
 
-def test_a_whole_step_breaks_no_more_often_than_with_torchs_clipping():
+def test_compiled_step_has_no_more_graph_breaks_than_with_torch():
     assert graph_breaks(fastclip.clip_grad_norm_) <= graph_breaks(torch.nn.utils.clip_grad_norm_)
 
 
-def test_a_compiled_step_trains_as_an_eager_one():
+def test_compiled_step_trains_as_an_eager_one():
     model, step = training_step(fastclip.clip_grad_norm_)
     eager_model, eager_step = training_step(fastclip.clip_grad_norm_)
     compiled = torch.compile(step, backend="aot_eager")
@@ -161,7 +161,7 @@ def test_a_compiled_step_trains_as_an_eager_one():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(dtype):
+def test_fake_tensors_give_the_shapes_and_dtypes_of_real_ones(dtype):
     def results(made: list[Parameter]) -> list[torch.Tensor]:
         stats = fastclip.clip_(made, 1.0, groups="tensor")
         return [fastclip.clip_grad_norm_(made, 1.0), stats.total_norm, stats.clip_coef, *stats.per_tensor]
@@ -174,7 +174,7 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_meta_tensors_have_the_shapes_and_dtypes_of_real_ones(dtype):
+def test_meta_tensors_give_the_shapes_and_dtypes_of_real_ones(dtype):
     made = [Parameter(torch.empty(10, dtype=dtype, device="meta")) for _ in range(3)]
     for parameter in made:
         parameter.grad = torch.empty_like(parameter)

@@ -24,7 +24,7 @@ def dense(grads: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 1, 0, 3), (1, 3, 2, 0)])
 @pytest.mark.parametrize("norm_type", [2.0, INF])
-def test_dense_complex_and_sparse_in_one_list(backend, order, norm_type):
+def test_run_clip_serves_dense_complex_and_sparse_in_one_list(backend, order, norm_type):
     grads = [mixed_kinds()[i] for i in order]
     before = [g.clone() for g in dense(grads)]
     largest = max(g.abs().max().item() for g in grads if not g.is_sparse)
@@ -38,7 +38,7 @@ def test_dense_complex_and_sparse_in_one_list(backend, order, norm_type):
     assert each[at] == pytest.approx(5.0 if norm_type == 2 else 4.0)
 
 
-def test_the_modes_in_a_mixed_list(backend):
+def test_run_clip_applies_the_nonfinite_modes_to_a_mixed_list(backend):
     def build():
         grads = mixed_kinds()
         grads[1][2] = complex(NAN, 1)
@@ -54,7 +54,7 @@ def test_the_modes_in_a_mixed_list(backend):
     assert cases.exact_norm(dense(grads), 2.0) == pytest.approx(0.5, rel=1e-2)
 
 
-def test_a_refusal_comes_before_any_part_is_written(backend):
+def test_dispatch_refuses_before_any_part_is_written(backend):
     """The complex gradient comes first, the one that overlaps itself in another part."""
     grads = [torch.ones(3, dtype=torch.complex64), torch.ones(5), torch.ones(1).expand(4)]
     for call in (
@@ -70,7 +70,7 @@ def test_a_refusal_comes_before_any_part_is_written(backend):
     assert all((g == 1).all() for g in grads)
 
 
-def test_clip_by_value_of_a_mixed_list(backend):
+def test_run_clamp_serves_a_mixed_list(backend):
     grads = [torch.tensor([3.0, -3.0]), torch.sparse_coo_tensor([[1]], [5.0], (3,), check_invariants=True)]
     dispatch.run_clamp(grads, 1.0)
     assert grads[0].tolist() == [1, -1] and grads[1].to_dense().tolist() == [0, 1, 0]
@@ -88,7 +88,7 @@ class OnAnotherDevice(torch.Tensor):
         return torch.device("cpu:1")
 
 
-def test_several_devices_give_one_norm_and_one_coefficient(native_only, monkeypatch):
+def test_run_clip_combines_several_devices(native_only, monkeypatch):
     """No second device is needed to see parts being put together; with one, see the tests marked gpu."""
     calls = []
 
@@ -109,7 +109,7 @@ def test_several_devices_give_one_norm_and_one_coefficient(native_only, monkeypa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("first", ["cpu", "cuda"])
-def test_cpu_and_gpu_gradients(first):
+def test_clip_grad_norm_combines_cpu_and_gpu(first):
     second = "cuda" if first == "cpu" else "cpu"
     grads = [torch.randn(100, device=first), torch.randn(3000, device=second), torch.randn(5, device=first)]
     before = [g.cpu() for g in grads]
@@ -121,7 +121,7 @@ def test_cpu_and_gpu_gradients(first):
     assert cases.exact_norm([g.cpu() for g in grads], 2.0) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_dtensor_gradients_are_refused_in_words():
+def test_mixed_gradients_refuse_dtensors_while_compiling():
     """Until sharded gradients are reduced, a local norm must not pass for the global one."""
     if not torch.distributed.is_available():
         pytest.skip("torch without torch.distributed")
@@ -134,7 +134,7 @@ def test_dtensor_gradients_are_refused_in_words():
         dispatch.MixedGradients(grads, 2.0)
 
 
-def test_identical_results_whichever_way_a_list_goes(native_only):
+def test_run_clip_gives_the_same_bits_whole_and_in_parts(native_only):
     """The way by parts, forced by one complex zero, gives the bits of the single call."""
     plain = [torch.randn(3 * cases.CHUNK), torch.randn(9)]
     whole, parts = cases.clone(plain), cases.clone(plain)

@@ -29,7 +29,7 @@ def poison(network: torch.nn.Module) -> None:
     network[0].bias.grad[:] = -INF
 
 
-def test_clip_returns_what_the_pass_found(backend, model):
+def test_clip_returns_the_statistics_of_the_pass(backend, model):
     before = cases.clone(grads_of(model))
     stats = fastclip.clip_(model.named_parameters(), 0.1)
     assert stats.names == ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -55,7 +55,7 @@ def test_grad_stats_changes_nothing(backend, model):
     assert [g._version for g in grads_of(model)] == versions
 
 
-def test_worst_names_the_parameters_with_nan_and_inf(backend, model):
+def test_worst_names_parameters_with_nan_and_inf(backend, model):
     poison(model)
     stats = fastclip.grad_stats(model.named_parameters())
     assert (stats.nan_count.item(), stats.inf_count.item(), stats.found_inf.item()) == (1, 4, 1.0)
@@ -64,7 +64,7 @@ def test_worst_names_the_parameters_with_nan_and_inf(backend, model):
     assert worst[0].norm == INF and math.isnan(worst[1].norm) and math.isfinite(worst[2].norm)
 
 
-def test_names_are_positions_where_none_were_given(backend, model):
+def test_names_default_to_positions(backend, model):
     model[0].weight.grad = None
     assert fastclip.grad_stats(model.parameters()).names == [
         "parameters[1]",
@@ -75,7 +75,7 @@ def test_names_are_positions_where_none_were_given(backend, model):
 
 
 @pytest.mark.parametrize("empty", [[], None])
-def test_no_gradients(backend, empty):
+def test_clip_and_grad_stats_of_no_gradients(backend, empty):
     parameters = [] if empty is not None else [torch.nn.Parameter(torch.zeros(2))]
     for stats in (fastclip.clip_(parameters, 1.0), fastclip.grad_stats(parameters)):
         assert stats.total_norm == 0 and stats.found_inf == 0 and stats.nan_count == 0
@@ -86,7 +86,7 @@ def test_no_gradients(backend, empty):
 # The modes
 
 
-def test_error_names_the_parameters_and_changes_nothing(backend, model):
+def test_nonfinite_error_names_parameters_and_changes_nothing(backend, model):
     poison(model)
     before = cases.clone(grads_of(model))
     words = r"2 of 4 gradients hold NaN or Inf: 0.bias \(0 NaN, 3 Inf\), 2.weight \(1 NaN, 1 Inf\)"
@@ -97,13 +97,13 @@ def test_error_names_the_parameters_and_changes_nothing(backend, model):
     assert_bitwise_equal(grads_of(model), before)
 
 
-def test_error_passes_healthy_gradients(backend, model):
+def test_nonfinite_error_accepts_finite_gradients(backend, model):
     before = cases.clone(grads_of(model))
     stats = fastclip.clip_(model.named_parameters(), 0.1, nonfinite="error")
     assert_bitwise_equal(grads_of(model), [g * stats.clip_coef for g in before])
 
 
-def test_error_tells_of_an_overflow_without_nonfinite_elements(backend):
+def test_nonfinite_error_reports_an_overflow_of_finite_elements(backend):
     parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
     parameter.grad = torch.full((4,), 1e200, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="the total norm is inf though every element is finite"):
@@ -111,7 +111,7 @@ def test_error_tells_of_an_overflow_without_nonfinite_elements(backend):
     assert (parameter.grad == 1e200).all()
 
 
-def test_many_bad_gradients_are_told_in_few_words(backend):
+def test_nonfinite_error_shortens_long_lists(backend):
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(30)]
     for parameter in parameters:
         parameter.grad = torch.tensor([NAN])
@@ -120,7 +120,7 @@ def test_many_bad_gradients_are_told_in_few_words(backend):
 
 
 @pytest.mark.parametrize("function", [fastclip.clip_, fastclip.clip_grad_norm_])
-def test_zero_and_skip(backend, model, function):
+def test_nonfinite_zero_and_skip_follow_their_definition(backend, model, function):
     poison(model)
     before = cases.clone(grads_of(model))
     function(model.parameters(), 0.1, nonfinite="skip")
@@ -131,14 +131,14 @@ def test_zero_and_skip(backend, model, function):
     assert (after == 0).sum() == 5
 
 
-def test_error_if_nonfinite_excludes_the_modes_that_go_on(model):
+def test_error_if_nonfinite_excludes_zero_and_skip(model):
     for mode in ("zero", "skip"):
         with pytest.raises(ValueError, match=mode):
             fastclip.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True, nonfinite=mode)
 
 
 @pytest.mark.parametrize("mode", ["ignore", "", None, "Zero"])
-def test_unknown_modes_raise(model, mode):
+def test_clip_raises_on_an_unknown_nonfinite_mode(model, mode):
     for function in (fastclip.clip_, fastclip.clip_grad_norm_):
         with pytest.raises(ValueError, match="nonfinite to be one of 'propagate', 'error', 'zero', 'skip'"):
             function(model.parameters(), 1.0, nonfinite=mode)
@@ -147,7 +147,7 @@ def test_unknown_modes_raise(model, mode):
 # Groups
 
 
-def test_a_group_for_every_gradient(backend, model):
+def test_groups_tensor_gives_each_gradient_its_own_norm(backend, model):
     before = cases.clone(grads_of(model))
     stats = fastclip.clip_(model.named_parameters(), 0.05, groups="tensor")
     assert stats.labels == stats.names and stats.total_norm.shape == stats.clip_coef.shape == (4,)
@@ -157,7 +157,7 @@ def test_a_group_for_every_gradient(backend, model):
 
 
 @pytest.mark.parametrize("how", ["function", "labels"])
-def test_groups_by_layer_equal_clipping_each(backend, model, how):
+def test_groups_by_layer_equal_clipping_each_layer(backend, model, how):
     model[2].bias.grad = None
     layers = {"0": [model[0].weight, model[0].bias], "2": [model[2].weight]}
     before = {label: cases.clone([p.grad for p in layer]) for label, layer in layers.items()}
@@ -173,7 +173,7 @@ def test_groups_by_layer_equal_clipping_each(backend, model, how):
 
 
 @pytest.mark.parametrize("norm_type", [1.0, INF, -INF, 3.0, 0.0])
-def test_groups_under_every_order(backend, norm_type):
+def test_groups_work_with_every_norm_type(backend, norm_type):
     parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.randn(5)
@@ -199,7 +199,7 @@ def test_groups_under_every_order(backend, norm_type):
         (dict(max_norm=1.0, norm_type=None), TypeError, "float"),
     ],
 )
-def test_bad_groups_and_limits_raise(model, arguments, error, words):
+def test_clip_raises_on_bad_groups_and_limits(model, arguments, error, words):
     before = cases.clone(grads_of(model))
     with pytest.raises(error, match=words):
         fastclip.clip_(model.named_parameters(), **arguments)
@@ -207,6 +207,6 @@ def test_bad_groups_and_limits_raise(model, arguments, error, words):
 
 
 @pytest.mark.parametrize("bad", [3, ("a",), ("a", 3), "text", ("a", torch.ones(1), 2)])
-def test_what_is_neither_tensor_nor_pair_raises(model, bad):
+def test_clip_raises_on_what_is_neither_tensor_nor_pair(model, bad):
     with pytest.raises(TypeError, match=r"tensors or \(name, tensor\) pairs, but got \w+ at index 1"):
         fastclip.clip_([("w", model[0].weight), bad], 1.0)

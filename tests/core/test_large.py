@@ -8,7 +8,7 @@ import fastclip
 
 
 @pytest.mark.slow
-def test_more_than_two_to_the_31_elements(native_only):
+def test_get_total_norm_and_clip_of_more_than_2_to_the_31_elements(native_only):
     grad = torch.zeros(2**31 + 12345, dtype=torch.bfloat16)
     grad[0], grad[2**31 + 1], grad[-1] = 4.0, float("nan"), 3.0
     assert fastclip.get_total_norm([grad]).isnan()

@@ -47,13 +47,13 @@ def assert_same(got, wanted):
 @pytest.mark.parametrize(
     "percent, window, minimum", [(95, 500, 100), (10, 50, 1), (80, 32, 32), (100, 9, 3), (50, 1, 1)]
 )
-def test_trailing_percentile(percent, window, minimum):
+def test_trailing_percentile_matches_its_formula(percent, window, minimum):
     norms = oracles.series(STEPS)
     policy = TrailingPercentile(percent, window, minimum)
     assert_same(ask(policy, norms), oracles.percentile_limits(norms, percent, window, minimum))
 
 
-def test_the_norm_of_the_step_is_among_those_of_its_percentile():
+def test_trailing_percentile_includes_the_norm_of_the_step():
     """A first spike is clipped to where it stands among the others, not to what they are."""
     assert ask(TrailingPercentile(50, 3, 1), [1.0, 1.0, 1.0, 9.0, 9.0]) == [1.0, 1.0, 1.0, 1.0, 9.0]
 
@@ -67,13 +67,13 @@ def test_the_norm_of_the_step_is_among_those_of_its_percentile():
         {"alpha": 0.0, "max_grad_norm": None, "warmup_steps": 1},
     ],
 )
-def test_zclip(options):
+def test_zclip_matches_its_formula(options):
     norms = oracles.series(STEPS, 1)
     assert_same(ask(ZClip(**options), norms), oracles.zclip_limits(norms, **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"absolute": 0.3, "relative": 0.9, "beta": 0.5, "warmup_steps": 20}])
-def test_adagc(options):
+def test_adagc_matches_its_formula(options):
     """Norms from 1e-8 to 10, one of them 0 now and then, and one that is 0 for the whole warm-up."""
     columns = [oracles.series(STEPS, seed, 10.0**-power) for seed, power in enumerate((-1, 0, 2, 8, 3, 4))]
     columns[4][10:14] = columns[4][150:160] = [0.0] * 4
@@ -86,7 +86,7 @@ def test_adagc(options):
 
 @pytest.mark.parametrize("options", [{}, {"sigma": 2.0, "window": 30, "minimum": 5}])
 @pytest.mark.parametrize("told", ["norms", "losses", "now_and_then"])
-def test_spike_skip(options, told):
+def test_spike_skip_matches_its_formula(options, told):
     norms, losses = oracles.series(STEPS, 2), oracles.series(STEPS + 7, 3)[7:]  # NaN in other steps
     policy = SpikeSkip(**options, max_norm=0.5)
     of_norms = oracles.spike_bounds(norms, **options)
@@ -108,7 +108,7 @@ def test_spike_skip(options, told):
     assert skipped > 1
 
 
-def test_a_spike_enters_the_window_as_published():
+def test_spike_skip_keeps_spikes_in_its_window():
     """Else a lasting change of level would be refused for ever."""
     policy = SpikeSkip(window=40, minimum=20)
     generator = torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def test_a_spike_enters_the_window_as_published():
     assert not any(map(math.isnan, limits[64:]))
 
 
-def test_groups_are_series_of_their_own():
+def test_policies_keep_groups_apart():
     """A NaN in one stops that one only."""
     columns = [oracles.series(200, 4), [2.0 * n + 1 for n in reversed(oracles.series(200, 5))]]
     for make, oracle in (
@@ -139,7 +139,7 @@ def test_groups_are_series_of_their_own():
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_non_finite_norms_change_nothing(name):
+def test_policies_ignore_nonfinite_norms(name):
     policy = POLICIES[name]()
     with_them, without = oracles.series(120, 6), []
     answers = []
@@ -163,7 +163,7 @@ def test_non_finite_norms_change_nothing(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("in_use", [False, True])
-def test_state_dict_continues_the_run(name, in_use):
+def test_policy_state_dict_continues_the_run(name, in_use):
     """Bit for bit, also by way of a file, and loaded into a policy that has seen other norms."""
     norms = oracles.series(140, 7)
     whole, first, second = (POLICIES[name]() for _ in range(3))
@@ -187,7 +187,7 @@ def test_state_dict_continues_the_run(name, in_use):
         assert {key: t.data_ptr() for key, t in second._state.items()} == addresses  # a graph's own
 
 
-def test_a_state_before_the_first_step():
+def test_policy_state_dict_before_the_first_step():
     policy = ZClip()
     assert policy.threshold is None
     ask(policy, [1.0, 2.0])
@@ -203,12 +203,12 @@ def test_a_state_before_the_first_step():
         (ZClip, dict, "expected the state_dict of a ZClip, but got dict"),
     ],
 )
-def test_the_state_of_something_else(make, state, message):
+def test_load_state_dict_raises_on_the_state_of_something_else(make, state, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make().load_state_dict(state())
 
 
-def test_a_state_of_another_shape():
+def test_load_state_dict_raises_on_another_shape():
     given = TrailingPercentile(window=300)
     ask(given, [1.0])
     with pytest.raises(ValueError, match=r"expected .*window=200.* 'window': \[1, 200\].*got .*\[1, 300\]"):
@@ -223,7 +223,7 @@ def test_a_state_of_another_shape():
     assert_bitwise_equal(used._state["gamma"], before["gamma"])
 
 
-def test_another_number_of_groups_or_gradients():
+def test_policies_raise_on_another_number_of_groups_or_gradients():
     policy = ZClip()
     ask(policy, [1.0])
     with pytest.raises(ValueError, match="expected 1 groups, as in the steps before, .* ZClip .* but got 2"):
@@ -258,7 +258,7 @@ def test_another_number_of_groups_or_gradients():
         (lambda: SpikeSkip().observe_loss(torch.ones(2)), ValueError, r"loss .* one element.*shape \[2\]"),
     ],
 )
-def test_wrong_arguments(make, error, message):
+def test_policies_raise_on_wrong_arguments(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -276,7 +276,7 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_nothing_waits(name, device):
+def test_policies_never_wait_for_the_device(name, device):
     policy = POLICIES[name]()
     norms = torch.rand(4, device=device)
     loss = torch.rand((), device=device)
@@ -291,7 +291,7 @@ def test_nothing_waits(name, device):
     assert {key: id(tensor) for key, tensor in policy._state.items()} == kept  # changed in place
 
 
-def test_what_stands_for_a_limit():
+def test_max_norm_for_corrects_the_epsilon():
     """Through torch's formula the coefficient is min(1, limit / norm), of tiny norms too."""
     norm = torch.tensor([1e-45, 1e-8, 1e-8, 1.0, 0.0, 3.0, INF, NAN, 2.0, 2.0], dtype=torch.float64)
     limit = torch.tensor([5e-46, 1e-9, 1e-8, 0.25, 0.0, INF, 2.0, 2.0, NAN, 0.0], dtype=torch.float64)

@@ -69,7 +69,7 @@ def assert_close(params, others):
 
 @pytest.mark.parametrize("rule", GLOBAL)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_attached(name, rule, host_knows):
+def test_attached_policy_matches_its_formula(name, rule, host_knows):
     """Every step is torch's with the coefficient of the published rule."""
     make, oracle = GLOBAL[rule]
     params, others = parameters(), parameters()
@@ -98,7 +98,7 @@ def test_attached(name, rule, host_knows):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_adagc_attached(name, host_knows):
+def test_attached_adagc_matches_its_formula(name, host_knows):
     """One factor a gradient, of norms down to 1e-8, which torch's 1e-6 would clip a hundredfold each time."""
     params, others = parameters(), parameters()
     optimizer, gold = OPTIMIZERS[name](params), OPTIMIZERS[name](others)
@@ -126,7 +126,7 @@ def test_adagc_attached(name, host_knows):
     assert handle.stats.names == ["a", "b", "c"]
 
 
-def test_adagc_leaves_a_steady_tiny_gradient():
+def test_adagc_does_not_shrink_a_steady_tiny_gradient():
     """With torch's 1e-6 in the coefficient its limit would fall to 0, and the parameter would stand still."""
     p = torch.nn.Parameter(torch.ones(4))
     policy = AdaGC(warmup_steps=1)
@@ -138,7 +138,7 @@ def test_adagc_leaves_a_steady_tiny_gradient():
 
 
 @pytest.mark.parametrize("way", ["clip_grad_norm_", "clip_", "clip_groups", "attach_groups"])
-def test_every_way_gives_the_coefficient(way):
+def test_policy_gives_the_same_coefficient_in_every_function(way):
     params = parameters()
     policy = ZClip(max_grad_norm=None, warmup_steps=5)
     optimizer = SGD(params, lr=0.0)
@@ -182,7 +182,7 @@ class Fixed(Policy):
 
 @pytest.mark.parametrize("per_tensor", [False, True])
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error", "skip"])
-def test_modes(nonfinite, per_tensor):
+def test_policy_applies_the_nonfinite_modes(nonfinite, per_tensor):
     for bad in (0.0, INF, NAN):
         p, q = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))
         p.grad, q.grad = torch.tensor([3.0, bad]), torch.tensor([4.0])
@@ -209,7 +209,7 @@ def test_modes(nonfinite, per_tensor):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_are_read_once_and_written_only_if_clipped(name, native_only, monkeypatch):
+def test_policy_reads_gradients_once_and_writes_only_if_it_clips(name, native_only, monkeypatch):
     calls = []
     for function in ("grad_stats", "scale_", "clip_"):
         real = getattr(native, function)
@@ -231,7 +231,7 @@ def test_gradients_are_read_once_and_written_only_if_clipped(name, native_only, 
 
 
 @pytest.mark.parametrize("make", [ZClip, AdaGC, TrailingPercentile, SpikeSkip])
-def test_compiled(native_only, make):
+def test_policy_works_in_a_compiled_function(native_only, make):
     """In one graph, with the state changed by it."""
     torch._dynamo.reset()  # torch gives up on a function that other tests have compiled eight times
     params, policy, gold = parameters(), make(), make()
@@ -244,7 +244,7 @@ def test_compiled(native_only, make):
         assert_bitwise_equal(policy.threshold, gold.threshold)
 
 
-def test_mistakes():
+def test_policy_raises_on_mistakes():
     params = parameters()
     training.set_gradients(params, gradients_of(1.0, 0))
     optimizer = SGD(params, lr=0.1)

@@ -62,7 +62,7 @@ def assert_same_clipping(grads, max_norm, *args, exact=False, **kwargs) -> None:
 
 @pytest.mark.parametrize("empty", [list, tuple, lambda: iter([]), lambda: filter(None, []), dict])
 @pytest.mark.parametrize("error_if_nonfinite", [False, True])
-def test_no_parameters_give_zero_on_the_cpu(backend, empty, error_if_nonfinite):
+def test_clip_grad_norm_of_no_parameters_is_zero_on_the_cpu(backend, empty, error_if_nonfinite):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for library in (theirs, ours):
@@ -73,7 +73,7 @@ def test_no_parameters_give_zero_on_the_cpu(backend, empty, error_if_nonfinite):
             assert library.get_total_norm(empty()) == 0
 
 
-def test_parameters_without_gradients_are_passed_over(backend):
+def test_clip_grad_norm_ignores_parameters_without_gradients(backend):
     grad = cases.normal(torch.float32, 50)
     assert_same_clipping([None, grad, None], 0.5)
     for library in (theirs, ours):
@@ -83,7 +83,7 @@ def test_parameters_without_gradients_are_passed_over(backend):
 
 
 @pytest.mark.parametrize("exhausted", [False, True])
-def test_empty_generator_warns_as_torch_does(exhausted):
+def test_clip_grad_norm_warns_on_an_empty_generator_as_torch(exhausted):
     def generator():
         used = (p for p in ([torch.zeros(2)] if exhausted else []))
         list(used)
@@ -99,7 +99,7 @@ def test_empty_generator_warns_as_torch_does(exhausted):
     assert caught[-1][1] == __file__
 
 
-def test_a_single_tensor_is_a_list_of_one(backend):
+def test_clip_grad_norm_takes_a_single_tensor(backend):
     a, b = both(cases.normal(torch.float32, 10))
     expected = theirs.clip_grad_norm_(a[0], 1.0)
     torch.testing.assert_close(ours.clip_grad_norm_(b[0], 1.0), expected)
@@ -110,7 +110,7 @@ def test_a_single_tensor_is_a_list_of_one(backend):
     torch.testing.assert_close(grads_of(b), grads_of(a))
 
 
-def test_a_generator_is_used_once(backend):
+def test_clip_grad_norm_uses_a_generator_once(backend):
     params = parameters(cases.normal(torch.float32, 10))
     assert ours.clip_grad_norm_((p for p in params), 1.0) > 1
     assert grads_of(params)[0].norm() <= 1
@@ -120,7 +120,7 @@ def test_a_generator_is_used_once(backend):
     assert grads_of(params)[0].abs().max() <= 1e-7
 
 
-def test_clip_by_value_of_nothing_is_no_error():
+def test_clip_grad_value_of_nothing_does_nothing():
     """Deliberate difference 4: torch raises."""
     for empty in ([], parameters(None)):
         with pytest.raises(RuntimeError):
@@ -128,7 +128,7 @@ def test_clip_by_value_of_nothing_is_no_error():
         assert ours.clip_grad_value_(empty, 1.0) is None
 
 
-def test_gradients_given_for_parameters_change_nothing(backend):
+def test_clip_grad_norm_of_gradients_instead_of_parameters_changes_nothing(backend):
     grads = [cases.normal(torch.float32, 10) * 100]
     before = cases.clone(grads)
     for library in (theirs, ours):
@@ -146,7 +146,7 @@ def test_gradients_given_for_parameters_change_nothing(backend):
         (lambda m: [*m.parameters(), 3], "int at index 2"),
     ],
 )
-def test_what_is_not_a_parameter_raises_and_says_where(given, words):
+def test_clip_grad_norm_raises_on_what_is_not_a_parameter(given, words):
     """torch raises AttributeError; the message here tells what was wanted."""
     model = torch.nn.Linear(2, 2)
     with pytest.raises(AttributeError):
@@ -159,12 +159,12 @@ def test_what_is_not_a_parameter_raises_and_says_where(given, words):
 
 
 @pytest.mark.parametrize("norm_type", [2, "2", 1, "inf", "-inf", INF, 0.5, True])
-def test_norm_type_is_whatever_float_takes(backend, norm_type):
+def test_norm_type_takes_what_float_takes(backend, norm_type):
     assert_same_clipping([cases.normal(torch.float32, 30)], 0.3, norm_type)
 
 
 @pytest.mark.parametrize("norm_type, error", [(None, TypeError), ("fro", ValueError)])
-def test_bad_norm_type_raises(norm_type, error):
+def test_clip_grad_norm_raises_on_a_bad_norm_type(norm_type, error):
     for library in (theirs, ours):
         with pytest.raises(error):
             library.clip_grad_norm_(parameters(torch.ones(3)), 1.0, norm_type)
@@ -175,25 +175,25 @@ def test_bad_norm_type_raises(norm_type, error):
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, INF, -INF, 0.0, 0.5, 1.5, 3.0, 4.0, -1.0, -2.0, NAN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_name)
-def test_orders_of_the_norm(backend, norm_type, dtype):
+def test_clip_grad_norm_matches_torch_for_every_order(backend, norm_type, dtype):
     grads = [cases.normal(dtype, n).abs() + 0.1 for n in (10, 1, 200)]
     grads[1].neg_()
     assert_same_clipping(grads, 0.01, norm_type)
 
 
 @pytest.mark.parametrize("norm_type", [-1.0, -2.0, -INF])
-def test_a_zero_element_under_a_negative_order(backend, norm_type):
+def test_negative_order_with_a_zero_element_matches_torch(backend, norm_type):
     assert_same_clipping([torch.tensor([0.0, 2.0]), torch.ones(3)], 1e-3, norm_type, exact=True)
 
 
-def test_an_inf_element_under_a_negative_order_stays(backend):
+def test_negative_order_keeps_an_inf_element(backend):
     grads = [torch.tensor([INF, 1.0]), torch.tensor([2.0, 1.0])]
     assert_same_clipping(grads, 0.1, -1.0)
     assert_same_clipping(grads, 0.1, -1.0, error_if_nonfinite=True)
 
 
 @pytest.mark.parametrize("norm_type", [INF, -INF, -1.0])
-def test_an_empty_gradient_has_no_extreme(backend, norm_type):
+def test_clip_grad_norm_raises_on_an_empty_gradient_under_inf(backend, norm_type):
     for library in (theirs, ours):
         params = parameters(torch.ones(3), torch.ones(0, 2))
         with pytest.raises(RuntimeError):
@@ -204,12 +204,12 @@ def test_an_empty_gradient_has_no_extreme(backend, norm_type):
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, 0.0])
-def test_an_empty_gradient_adds_nothing(backend, norm_type):
+def test_empty_gradient_adds_nothing_to_the_norm(backend, norm_type):
     assert_same_clipping([torch.ones(3), torch.ones(0, 2)], 0.1, norm_type)
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, -INF, NAN, -1e-45])
-def test_a_negative_or_nan_max_norm_raises(max_norm):
+def test_clip_grad_norm_raises_on_negative_or_nan_max_norm(max_norm):
     """Deliberate difference 3: torch turns every sign round, or makes everything NaN."""
     params = parameters(torch.tensor([3.0, 4.0]))
     for call in (
@@ -225,24 +225,24 @@ def test_a_negative_or_nan_max_norm_raises(max_norm):
 
 
 @pytest.mark.parametrize("max_norm", [0, 0.0, 1e-45, INF, 1, "2.5", True, 5.0, 4.999])
-def test_limits_of_max_norm(backend, max_norm):
+def test_clip_grad_norm_matches_torch_for_every_max_norm(backend, max_norm):
     assert_same_clipping([torch.tensor([3.0, 4.0])], max_norm, exact=True)
 
 
-def test_max_norm_none_raises():
+def test_clip_grad_norm_raises_on_max_norm_none():
     for library in (theirs, ours):
         with pytest.raises(TypeError):
             library.clip_grad_norm_(parameters(torch.ones(3)), None)
 
 
-def test_a_norm_of_max_norm_is_scaled_by_its_epsilon(backend):
+def test_clip_grad_norm_scales_a_norm_of_max_norm_by_epsilon(backend):
     params = parameters(torch.tensor([3.0, 4.0]))
     ours.clip_grad_norm_(params, 5.0)
     assert_bitwise_equal(grads_of(params), [torch.tensor([2.9999993, 3.999999])])
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_max_norm_as_a_tensor(backend, shape):
+def test_clip_grad_norm_takes_max_norm_as_a_tensor(backend, shape):
     a, b = both(cases.normal(torch.float32, 100))
     theirs.clip_grad_norm_(a, 0.5)
     ours.clip_grad_norm_(b, torch.full(shape, 0.5))
@@ -257,7 +257,7 @@ def test_max_norm_as_a_tensor(backend, shape):
     list(itertools.combinations_with_replacement(DTYPES, 2)),
     ids=lambda d: "+".join(map(dtype_name, d)),
 )
-def test_dtype_of_the_norm(backend, dtypes):
+def test_total_norm_has_the_documented_dtype(backend, dtypes):
     """Deliberate difference 1: alone, bfloat16 and float16 give float32 here and their own dtype in torch."""
     grads = [cases.normal(dtype, 20) for dtype in dtypes]
     norm = ours.clip_grad_norm_(parameters(*grads), 0.1)
@@ -273,7 +273,7 @@ def test_dtype_of_the_norm(backend, dtypes):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_name)
 @pytest.mark.parametrize("size", [1, 5, 33, 1000])
-def test_gradients_equal_to_the_bit_where_the_norms_are(backend, dtype, size):
+def test_clip_grad_norm_gives_torchs_bits_where_the_norms_agree(backend, dtype, size):
     """Integers have exact sums, so both norms are rounded alike; the coefficient is too.
 
     torch squares and adds rounded 2-norms, which costs it a bit in float64 and of several gradients.
@@ -286,7 +286,7 @@ def test_gradients_equal_to_the_bit_where_the_norms_are(backend, dtype, size):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
-def test_half_gradients_are_rounded_once(backend, dtype):
+def test_clip_grad_norm_rounds_half_gradients_once(backend, dtype):
     """Beside a float32 gradient torch's coefficient is float32 too: then the results agree to the bit."""
     grads = [torch.randint(-3, 4, (500,)).to(dtype) / 4, torch.full((7,), 0.5)]
     assert_same_clipping(grads, 0.3, INF, exact=True)
@@ -294,7 +294,7 @@ def test_half_gradients_are_rounded_once(backend, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=dtype_name)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, INF, 3.0])
-def test_complex_gradients(backend, dtype, norm_type):
+def test_clip_grad_norm_of_complex_gradients_matches_torch(backend, dtype, norm_type):
     grads = [torch.randn(20, dtype=dtype), torch.randn(3), torch.randn(7, dtype=dtype)]
     assert_same_clipping(grads, 0.2, norm_type)
     assert_same_clipping(grads[:1], 0.2, norm_type)
@@ -303,7 +303,7 @@ def test_complex_gradients(backend, dtype, norm_type):
             library.clip_grad_value_(parameters(grads[0]), 0.1)
 
 
-def test_complex_gradients_are_counted(backend):
+def test_clip_counts_nonfinite_complex_elements(backend):
     grads = [torch.tensor([complex(NAN, INF), complex(1, INF), 3]), torch.tensor([1.0, NAN])]
     stats = ours.grad_stats(parameters(*grads))
     assert stats.per_tensor.nan_count.tolist() == [1, 1] and stats.per_tensor.inf_count.tolist() == [1, 0]
@@ -318,7 +318,7 @@ class _Holder:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("position", [0, 1])
-def test_dtypes_without_a_norm_raise(backend, dtype, position):
+def test_clip_grad_norm_raises_on_dtypes_without_a_norm(backend, dtype, position):
     grads = [torch.ones(4), torch.ones(2)]
     grads.insert(position, torch.ones(3).to(dtype))
     holders = [_Holder(g.clone()) for g in grads]
@@ -350,7 +350,7 @@ def sparse_and_dense() -> list[Parameter]:
     return [embedding.weight, other]
 
 
-def test_sparse_gradients_work(backend):
+def test_clip_grad_norm_of_sparse_gradients(backend):
     """Deliberate difference 4: torch raises before 2.14. Doubled indices are summed first."""
     params = sparse_and_dense()
     before = [p.grad.to_dense().clone() for p in params]
@@ -366,7 +366,7 @@ def test_sparse_gradients_work(backend):
             theirs.clip_grad_norm_(sparse_and_dense(), 1.0)
 
 
-def test_sparse_gradients_by_value(backend):
+def test_clip_grad_value_of_sparse_gradients(backend):
     parameter = Parameter(torch.zeros(6))
     parameter.grad = sparse([3.0, 4.0, -9.0, 0.5], [1, 1, 2, 5])
     grad = parameter.grad
@@ -378,7 +378,7 @@ def test_sparse_gradients_by_value(backend):
 # Non-finite elements, overflow and underflow
 
 
-def test_inf_propagates_as_in_torch(backend):
+def test_clip_grad_norm_propagates_inf_as_torch(backend):
     grads = [torch.tensor([INF, 1.0, -2.0]), torch.tensor([3.0])]
     assert_same_clipping(grads, 1.0)
     _, b = both(*grads)
@@ -386,20 +386,20 @@ def test_inf_propagates_as_in_torch(backend):
     assert b[0].grad[0].isnan() and b[0].grad[1:].tolist() == [0, -0.0] and b[1].grad == 0
 
 
-def test_nan_propagates_as_in_torch(backend):
+def test_clip_grad_norm_propagates_nan_as_torch(backend):
     grads = [torch.tensor([NAN, 1.0]), torch.tensor([3.0])]
     assert_same_clipping(grads, 1.0)
     assert_same_clipping(grads, INF)
 
 
 @pytest.mark.parametrize("max_norm", [INF, 1.0])
-def test_inf_norm_under_an_infinite_limit(backend, max_norm):
+def test_clip_grad_norm_with_inf_norm_and_inf_limit_matches_torch(backend, max_norm):
     assert_same_clipping([torch.tensor([INF, 1.0])], max_norm)
 
 
 @by_dtype
 @pytest.mark.parametrize("end", [0, 1], ids=["overflow", "underflow"])
-def test_squares_outside_the_range_keep_the_true_norm(backend, dtype, end):
+def test_total_norm_is_right_where_float32_squares_leave_the_range(backend, dtype, end):
     """Deliberate difference 2: torch gives Inf and silently zeroes the gradients, or gives 0."""
     value = cases.extremes(dtype)[end]
     grads = [cases.filled(dtype, value, 4), cases.filled(dtype, value, 5)]
@@ -414,7 +414,7 @@ def test_squares_outside_the_range_keep_the_true_norm(backend, dtype, end):
         assert torch_norm == (0.0 if end else INF)
 
 
-def test_float64_squares_overflow_as_in_torch(backend):
+def test_total_norm_of_float64_overflows_as_in_torch(backend):
     grads = [torch.full((10,), 2e200, dtype=torch.float64)]
     assert_same_clipping(grads, 1.0, exact=True)
     one = torch.zeros(10, dtype=torch.float64)
@@ -422,7 +422,7 @@ def test_float64_squares_overflow_as_in_torch(backend):
     assert_same_clipping([one], 1.0, exact=True)
 
 
-def test_a_lone_float64_element_overflows_too(backend):
+def test_total_norm_of_a_single_float64_element_overflows(backend):
     """Part of deliberate difference 2: torch does not square where one gradient holds one element."""
     grads = [torch.tensor([2e200], dtype=torch.float64)]
     assert theirs.get_total_norm(grads).item() == 2e200
@@ -430,7 +430,7 @@ def test_a_lone_float64_element_overflows_too(backend):
     assert theirs.get_total_norm(grads * 2).item() == ours.get_total_norm(grads * 2).item() == INF
 
 
-def test_clip_by_value_of_nonfinite_elements(backend):
+def test_clip_grad_value_of_nonfinite_elements_matches_torch(backend):
     grads = [torch.tensor([NAN, INF, -INF, 0.5, -7.0])]
     for value in (1.0, INF, 0.0, NAN, -1.0):
         a, b = both(*grads)
@@ -444,7 +444,7 @@ def test_clip_by_value_of_nonfinite_elements(backend):
 
 @by_dtype
 @pytest.mark.parametrize("case", cases.LAYOUTS)
-def test_layouts(backend, case, dtype):
+def test_clip_grad_norm_serves_every_memory_layout(backend, case, dtype):
     grads = cases.LAYOUTS[case](dtype)
     a = [_Holder(g) for g in cases.clone(grads)]
     b = [_Holder(g) for g in cases.clone(grads)]
@@ -455,7 +455,7 @@ def test_layouts(backend, case, dtype):
     torch.testing.assert_close([h.grad for h in b], [h.grad for h in a], rtol=rtol, atol=1e-6)
 
 
-def test_a_gradient_that_requires_grad_keeps_its_graph(backend):
+def test_clip_grad_norm_keeps_the_graph_of_a_gradient(backend):
     x = torch.ones(4, requires_grad=True)
     grad = x * 3
     holder = _Holder(grad)
@@ -466,7 +466,7 @@ def test_a_gradient_that_requires_grad_keeps_its_graph(backend):
 
 
 @pytest.mark.parametrize("max_norm", [0.1, INF])
-def test_version_counters_are_bumped_as_in_torch(backend, max_norm):
+def test_clip_bumps_version_counters_as_torch(backend, max_norm):
     a, b = both(torch.ones(3), torch.ones(2))
     before = [p.grad._version for p in b]
     theirs.clip_grad_norm_(a, max_norm)
@@ -477,7 +477,7 @@ def test_version_counters_are_bumped_as_in_torch(backend, max_norm):
         assert all(p.grad._version > v for p, v in zip(b, before, strict=True))
 
 
-def test_a_saved_gradient_that_was_clipped_raises_in_backward(backend):
+def test_backward_raises_on_a_saved_gradient_that_was_clipped(backend):
     weight = torch.ones(3, requires_grad=True)
     grad = torch.full((3,), 5.0)
     loss = (weight * grad).sum()
@@ -487,7 +487,7 @@ def test_a_saved_gradient_that_was_clipped_raises_in_backward(backend):
 
 
 @pytest.mark.parametrize("foreach", [None, False])
-def test_meta_gradients_give_a_meta_norm(foreach):
+def test_clip_grad_norm_of_meta_gradients_gives_a_meta_norm(foreach):
     params = [Parameter(torch.zeros(3, device="meta"))]
     params[0].grad = torch.zeros(3, device="meta")
     for library in (theirs, ours):
@@ -498,14 +498,14 @@ def test_meta_gradients_give_a_meta_norm(foreach):
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
-def test_foreach_makes_no_difference_on_the_cpu(backend, foreach):
+def test_foreach_changes_nothing_on_the_cpu(backend, foreach):
     assert_same_clipping([cases.normal(torch.float32, 40)], 0.1, foreach=foreach)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_name)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, INF, 3.0])
 @pytest.mark.parametrize("total_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=dtype_name)
-def test_split_functions_equal_torch(backend, dtype, norm_type, total_dtype):
+def test_get_total_norm_and_clip_grads_with_norm_match_torch(backend, dtype, norm_type, total_dtype):
     grads = [cases.normal(dtype, n) for n in (10, 300)]
     a, b = both(*grads)
     expected = theirs.get_total_norm([p.grad for p in a], norm_type)
@@ -516,14 +516,14 @@ def test_split_functions_equal_torch(backend, dtype, norm_type, total_dtype):
     torch.testing.assert_close(grads_of(b), grads_of(a), rtol=1e-6, atol=0)
 
 
-def test_split_functions_equal_the_whole(backend):
+def test_get_total_norm_and_clip_grads_with_norm_equal_clip_grad_norm(backend):
     a, b = both(cases.normal(torch.float32, 100), cases.normal(torch.bfloat16, 50))
     ours.clip_grad_norm_(a, 0.3)
     ours.clip_grads_with_norm_(b, 0.3, ours.get_total_norm([p.grad for p in b]))
     assert_bitwise_equal(grads_of(b), grads_of(a))
 
 
-def test_total_norm_may_read_what_it_may_not_write(backend):
+def test_get_total_norm_reads_overlapping_tensors(backend):
     """An expanded gradient has a norm; clipping it raises, in torch too."""
     expanded = torch.full((1,), 2.0).expand(9)
     assert ours.get_total_norm([expanded]).item() == theirs.get_total_norm([expanded]).item() == 6.0
@@ -532,7 +532,7 @@ def test_total_norm_may_read_what_it_may_not_write(backend):
             library.clip_grad_norm_([_Holder(expanded)], 1.0)
 
 
-def test_signatures_begin_with_torchs():
+def test_signatures_start_with_torchs():
     import inspect
 
     for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_"):
@@ -543,7 +543,7 @@ def test_signatures_begin_with_torchs():
         assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in actual[len(list(expected)) :])
 
 
-def test_training_gives_the_same_losses(backend):
+def test_training_gives_torchs_losses(backend):
     """Twenty steps of a small network, clipped at every one."""
 
     def losses(clip):
@@ -564,7 +564,7 @@ def test_training_gives_the_same_losses(backend):
     assert losses(ours.clip_grad_norm_) == pytest.approx(losses(theirs.clip_grad_norm_), rel=1e-5)
 
 
-def test_error_if_nonfinite_begins_as_torchs_message(backend):
+def test_error_if_nonfinite_starts_with_torchs_message(backend):
     for value in (NAN, INF):
         for norm_type in (2.0, 1.0, INF, 0.5):
             params = parameters(torch.tensor([1.0, value]), torch.ones(2))

@@ -36,7 +36,7 @@ def scales_of(model: torch.nn.Module, before: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("foreach", FOREACH)
 @pytest.mark.parametrize("norm_type", [0.5, 1.5, 2.0, 4.0, "inf"])
-def test_clip_grad_norm(backend, foreach, norm_type):
+def test_clip_grad_norm_passes_torchs_test(backend, foreach, norm_type):
     max_norm = 2.0
     big = [torch.arange(1.0, 101).view(10, 10), torch.ones(10).div(1000)]
     model = linear_with(*big)
@@ -57,7 +57,7 @@ def test_clip_grad_norm(backend, foreach, norm_type):
 
 @pytest.mark.parametrize("foreach", FOREACH)
 @pytest.mark.parametrize("norm_type", [0.5, 1.5, 2.0, 4.0, "inf"])
-def test_split_functions_agree_with_the_whole(backend, foreach, norm_type):
+def test_split_functions_pass_torchs_test(backend, foreach, norm_type):
     grads = [torch.arange(1.0, 101).view(10, 10), torch.ones(10).div(1000)]
     whole, split = linear_with(*grads), linear_with(*grads)
     expected = fastclip.clip_grad_norm_(whole.parameters(), 2.0, norm_type, foreach=foreach)
@@ -68,7 +68,7 @@ def test_split_functions_agree_with_the_whole(backend, foreach, norm_type):
         assert torch.equal(a.grad, b.grad)
 
 
-def test_a_tensor_is_the_same_as_a_list_of_it(backend):
+def test_single_tensor_passes_torchs_test(backend):
     p1, p2 = torch.randn(10, 10), torch.randn(10, 10)
     g = torch.arange(1.0, 101).view(10, 10)
     p1._grad, p2._grad = g.clone(), g.clone()
@@ -93,7 +93,7 @@ def ten_elements(value: float, one_element: bool, finite_first: bool) -> list[Te
     return [prefix, parameter]
 
 
-def test_a_float64_norm_is_nonfinite_where_the_power_leaves_the_range(backend):
+def test_float64_norm_is_nonfinite_where_the_power_leaves_the_range(backend):
     """The list of torch's test, which the next one takes from torch itself."""
     everywhere = [g.grad for g in ten_elements(2e200, False, False)]
     nonfinite = [p for p in ORDERS if not fastclip.get_total_norm(everywhere, p).isfinite()]
@@ -106,7 +106,7 @@ def test_a_float64_norm_is_nonfinite_where_the_power_leaves_the_range(backend):
 @pytest.mark.parametrize("one_element", [False, True])
 @pytest.mark.parametrize("finite_first", [False, True])
 @pytest.mark.parametrize("value", VALUES)
-def test_clip_grad_norm_error_if_nonfinite(backend, foreach, one_element, finite_first, value):
+def test_error_if_nonfinite_passes_torchs_test(backend, foreach, one_element, finite_first, value):
     """Raises exactly where torch does, before any gradient has changed."""
     for norm_type in ORDERS:
         ours, theirs = (ten_elements(value, one_element, finite_first) for _ in range(2))
@@ -124,7 +124,7 @@ def test_clip_grad_norm_error_if_nonfinite(backend, foreach, one_element, finite
 
 
 @pytest.mark.parametrize("foreach", FOREACH)
-def test_clip_grad_value(backend, foreach):
+def test_clip_grad_value_passes_torchs_test(backend, foreach):
     parameters = [torch.nn.Parameter(torch.zeros(10, 10)), torch.nn.Parameter(torch.zeros(10))]
     for with_gradients in ([0, 1], [0], [1]):
         grads = [torch.arange(-50.0, 50).view(10, 10).div(5), torch.ones(10).mul(2)]

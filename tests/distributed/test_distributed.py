@@ -29,7 +29,7 @@ def assert_same_on_all(results: list) -> None:
     assert all(repr(result) == repr(results[0]) for result in results), results
 
 
-def test_every_layout_equals_the_whole(ranks):
+def test_clip_of_every_dtensor_layout_equals_the_whole(ranks):
     shape = (2,) if ranks.world == 2 else (2, 2)
     assert_same_on_all(ranks.run(rank_jobs.clip_layouts, shape, ORDERS))
     if ranks.world == 4:
@@ -39,71 +39,71 @@ def test_every_layout_equals_the_whole(ranks):
 @pytest.mark.parametrize(
     ("kind", "way"), [("sgd", "clip"), ("adamw_fused", "attach"), ("adamw_foreach", "attach")]
 )
-def test_fsdp2(ranks, kind, way):
+def test_fsdp2_trains_as_one_process(ranks, kind, way):
     assert_same_on_all(ranks.run(rank_jobs.fsdp2, (ranks.world,), kind, way))
 
 
 @pytest.mark.parametrize("kind", ["adamw_fused", "adamw_foreach"])
-def test_a_nan_on_one_rank_is_skipped_by_all(ranks, kind):
+def test_nan_on_one_rank_skips_the_step_on_all(ranks, kind):
     assert_same_on_all(ranks.run(rank_jobs.fsdp2, (ranks.world,), kind, "attach", ranks.world - 1))
 
 
 @pytest.mark.parametrize("attached", [True, False])
-def test_an_overflow_on_one_rank_is_one_for_all(ranks, attached):
+def test_overflow_on_one_rank_lowers_the_scale_on_all(ranks, attached):
     results = ranks.run(rank_jobs.overflow_on_one_rank, attached)
     assert all(scales == [32.0, 32.0, 32.0] for scales in results), results
 
 
-def test_fsdp2_over_tensor_parallelism(ranks):
+def test_fsdp2_over_tensor_parallelism_trains_as_one_process(ranks):
     if ranks.world < 4:
         pytest.skip("needs 4 ranks")
     assert_same_on_all(ranks.run(rank_jobs.fsdp2, (2, 2), "sgd", "clip"))
 
 
-def test_hsdp(ranks):
+def test_hsdp_trains_as_one_process(ranks):
     if ranks.world < 4:
         pytest.skip("needs 4 ranks")
     assert_same_on_all(ranks.run(rank_jobs.hsdp, "sgd"))
 
 
 @pytest.mark.parametrize(("kind", "way"), [("sgd", "clip"), ("adamw_fused", "attach")])
-def test_data_parallel(ranks, kind, way):
+def test_data_parallel_trains_as_one_process(ranks, kind, way):
     assert_same_on_all(ranks.run(rank_jobs.ddp, kind, way))
 
 
-def test_tensor_parallel(ranks):
+def test_tensor_parallel_trains_as_one_process(ranks):
     if ranks.world > 2:
         pytest.skip("8 features over 2 ranks")
     assert_same_on_all(ranks.run(rank_jobs.tensor_parallel, "sgd", "clip"))
 
 
 @pytest.mark.parametrize(("kind", "way"), [("sgd", "clip"), ("adamw_fused", "attach"), ("sgd", "attach")])
-def test_pipeline(ranks, kind, way):
+def test_pipeline_stages_clip_by_the_norm_of_all(ranks, kind, way):
     if ranks.world > 2:
         pytest.skip("two stages")
     assert_same_on_all(ranks.run(rank_jobs.pipeline, kind, way))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, INF, 0.0, -INF])
-def test_experts_of_each_rank_and_a_router_of_all(ranks, norm_type):
+def test_experts_count_on_each_rank_and_the_router_once(ranks, norm_type):
     assert_same_on_all(ranks.run(rank_jobs.experts, norm_type))
 
 
-def test_two_process_groups(ranks):
+def test_two_process_groups_add_up(ranks):
     if ranks.world < 4:
         pytest.skip("needs 4 ranks")
     assert_same_on_all(ranks.run(rank_jobs.two_process_groups))
 
 
-def test_meshes_mix(ranks):
+def test_clip_of_several_meshes_and_plain_tensors(ranks):
     assert_same_on_all(ranks.run(rank_jobs.two_meshes))
 
 
-def test_the_other_functions(ranks):
+def test_other_functions_serve_sharded_gradients(ranks):
     assert_same_on_all(ranks.run(rank_jobs.other_functions))
 
 
-def test_nan_on_one_rank(ranks):
+def test_nan_on_one_rank_follows_the_nonfinite_mode(ranks):
     last = ranks.world - 1
     for nonfinite in ("skip", "propagate", "zero"):
         results = ranks.run(rank_jobs.nan_on_one_rank, nonfinite)
@@ -115,19 +115,19 @@ def test_nan_on_one_rank(ranks):
         assert all(results[0][2]) == (nonfinite == "zero")
 
 
-def test_the_largest_element_beside_nan_is_nan_on_every_rank(ranks):
+def test_inf_norm_beside_nan_is_nan_on_every_rank(ranks):
     """What a library makes of the maximum of NaN and a number is its own affair."""
     for found, _, _, norm in ranks.run(rank_jobs.nan_on_one_rank, "skip", INF):
         assert found == ("layer2", 1, 1, [ranks.world - 1], 1.0) and math.isnan(norm)
 
 
-def test_an_error_is_raised_on_every_rank_and_names_parameter_and_rank(ranks):
+def test_nonfinite_error_is_raised_on_every_rank_and_names_it(ranks):
     for message, unchanged in ranks.run(rank_jobs.nan_on_one_rank, "error"):
         assert f"layer2 (1 NaN, 1 Inf), seen by rank {ranks.world - 1}" in message and unchanged
 
 
 @pytest.mark.parametrize("norm_type", [2.0, INF])
-def test_a_rank_without_gradients(ranks, norm_type):
+def test_rank_without_gradients_takes_part(ranks, norm_type):
     """With fewer rows than ranks too, so that some shards are empty."""
     assert_same_on_all(ranks.run(rank_jobs.rank_without_gradients, norm_type))
 
@@ -140,7 +140,7 @@ def test_unequal_lists_raise_on_every_rank(ranks, when):
         assert "the same sharded parameters on each" in message
 
 
-def test_mistaken_process_groups(ranks):
+def test_mistaken_process_groups_raise(ranks):
     results = ranks.run(rank_jobs.mistaken_groups)
     for messages in results:
         assert "but got 'p'" in messages[0] and "but got 3" in messages[1]
@@ -148,7 +148,7 @@ def test_mistaken_process_groups(ranks):
     assert "of which this process is a member" in results[0][3]
 
 
-def test_flat_shards_of_fsdp1(ranks):
+def test_flat_shards_of_fsdp1_raise_without_process_group(ranks):
     for refused, attach_refused, norm, expected in ranks.run(rank_jobs.flat_shards):
         assert "flat shards" in refused and "process_group=model.process_group" in refused
         assert refused == attach_refused
@@ -156,7 +156,7 @@ def test_flat_shards_of_fsdp1(ranks):
 
 
 @pytest.mark.slow  # waits until a process is given up
-def test_a_rank_that_hangs_fails_the_test_and_leaves_no_process(monkeypatch):
+def test_ranks_that_hang_fail_the_test_and_leave_no_process(monkeypatch):
     from helpers import ranks as module
 
     monkeypatch.setattr(module, "TIMEOUT", 20.0)
@@ -178,7 +178,7 @@ COUNTED = [((2,), [6]), ((4,), [6]), ((2, 2), [4, 3])]  # the last: rows of fsdp
 
 @pytest.mark.parametrize("with_group", [False, True])
 @pytest.mark.parametrize("norm_type", [2.0, INF])
-def test_collectives_are_those_of_the_formula(ranks, norm_type, with_group):
+def test_collectives_match_the_formula(ranks, norm_type, with_group):
     for shape, rows in COUNTED:
         if math.prod(shape) != ranks.world:
             continue
@@ -202,7 +202,7 @@ def test_collectives_of_eight_processes():
 
 
 @pytest.mark.slow  # torchrun starts two processes of its own
-def test_the_example(tmp_path):
+def test_fsdp2_example_runs(tmp_path):
     """examples/fsdp2.py, started by torchrun as its users do."""
     example = Path(__file__).parents[2] / "examples" / "fsdp2.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -29,10 +29,10 @@ def assert_same_on_both(results, alone):
         ("adagc", "zero"),
     ],
 )
-def test_two_ranks_give_the_limits_of_one(ranks, kind, way):
+def test_policy_on_two_ranks_gives_the_limits_of_one(ranks, kind, way):
     results = ranks.run(rank_jobs_policies.limits, kind, way)
     assert_same_on_both(results, rank_jobs_policies.limits(kind, way, sharded=False))
 
 
-def test_stages_on_two_ranks_give_the_limits_of_one(ranks):
+def test_policy_of_stages_on_two_ranks_gives_the_limits_of_one(ranks):
     assert_same_on_both(ranks.run(rank_jobs_policies.stages), rank_jobs_policies.stages(split=False))

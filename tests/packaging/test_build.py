@@ -131,21 +131,21 @@ def needs_modern_torch() -> None:
         pytest.skip(f"torch {torch.__version__} is older than the library needs, which is said first")
 
 
-def test_none_builds_no_library(project):
+def test_build_none_makes_no_library(project):
     assert_pure(Wheel(project, FASTCLIP_BUILD="none"), "pure Python only", "FASTCLIP_BUILD=none")
 
 
-def test_auto_without_a_compiler(project, tmp_path):
+def test_build_auto_without_a_compiler_makes_the_python_package(project, tmp_path):
     needs_modern_torch()
     assert_pure(Wheel(project, **no_compiler(tmp_path)), "pure Python only", "no C++ compiler")
 
 
-def test_auto_without_torch(project, tmp_path):
+def test_build_auto_without_torch_makes_the_python_package(project, tmp_path):
     wheel = Wheel(project, **no_torch(tmp_path))
     assert_pure(wheel, "torch cannot be imported by the build", "--no-build-isolation")
 
 
-def test_an_isolated_build_sees_the_torch_that_is_installed(project, tmp_path, empty_compiler):
+def test_isolated_build_sees_the_installed_torch(project, tmp_path, empty_compiler):
     needs_modern_torch()
     required = tmp_path / "required"
     required.mkdir()
@@ -158,7 +158,7 @@ def test_an_isolated_build_sees_the_torch_that_is_installed(project, tmp_path, e
 
 
 @pytest.mark.slow  # two builds of a wheel
-def test_auto_with_a_compiler_that_fails(project, tmp_path):
+def test_build_auto_survives_a_compiler_that_fails(project, tmp_path):
     needs_modern_torch()
     wheel = Wheel(project, CXX=script(tmp_path / "broken-compiler", "echo no such luck >&2\nexit 1"))
     assert wheel.succeeded, wheel.output
@@ -166,12 +166,12 @@ def test_auto_with_a_compiler_that_fails(project, tmp_path):
     assert "did not compile" in wheel.output and "did not compile" in wheel.report()
 
 
-def test_cpu_builds_or_fails(project, tmp_path):
+def test_build_cpu_succeeds_or_fails(project, tmp_path):
     wheel = Wheel(project, FASTCLIP_BUILD="cpu", **no_torch(tmp_path))
     assert not wheel.succeeded and "FASTCLIP_BUILD=cpu: torch cannot be imported" in wheel.output
 
 
-def test_unknown_modes_fail(project):
+def test_build_fails_on_an_unknown_mode(project):
     wheel = Wheel(project, FASTCLIP_BUILD="fast")
     assert not wheel.succeeded
     assert "expected one of auto, cpu, cuda, none, but got 'fast'" in wheel.output
@@ -189,7 +189,7 @@ def without_nvcc(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow  # two builds of a wheel
-def test_cuda_without_a_toolkit(project, tmp_path, empty_compiler):
+def test_build_cuda_fails_without_a_toolkit(project, tmp_path, empty_compiler):
     """Asked for by name, its absence ends the build; else it is told and the CPU library built."""
     needs_modern_torch()
     environment = without_nvcc(tmp_path)
@@ -203,7 +203,7 @@ def test_cuda_without_a_toolkit(project, tmp_path, empty_compiler):
 
 
 @pytest.mark.slow  # nvcc takes half a minute
-def test_cuda_with_a_compiler_behind_a_script(project, tmp_path):
+def test_build_cuda_finds_the_toolkit_behind_a_script(project, tmp_path):
     """On PATH lies a script that calls nvcc elsewhere: the toolkit is found from what nvcc says of itself."""
     needs_modern_torch()
     nvcc = shutil.which("nvcc")
@@ -225,7 +225,7 @@ def test_cuda_with_a_compiler_behind_a_script(project, tmp_path):
         assert str(place).encode() not in library
 
 
-def test_a_toolkit_without_its_static_runtime(project, tmp_path, empty_compiler):
+def test_build_auto_survives_a_toolkit_without_static_runtime(project, tmp_path, empty_compiler):
     """auto builds the CPU library and tells why nothing else; it does not end."""
     needs_modern_torch()
     if torch.version.cuda is None:
@@ -238,7 +238,7 @@ def test_a_toolkit_without_its_static_runtime(project, tmp_path, empty_compiler)
     assert f"no CUDA kernels: no libcudart_static.a under {tmp_path}" in wheel.report()
 
 
-def test_a_mistaken_architecture_fails(project):
+def test_build_fails_on_a_mistaken_architecture(project):
     needs_modern_torch()
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc on PATH")
@@ -247,7 +247,7 @@ def test_a_mistaken_architecture_fails(project):
 
 
 @pytest.mark.parametrize("command", ["sdist", "egg_info", "dist_info"])
-def test_describing_the_package_leaves_what_was_built(project, tmp_path, command):
+def test_metadata_commands_keep_what_was_built(project, tmp_path, command):
     """Without torch it must not take the library of the tree away, nor tell a decision."""
     library, report = project / LIBRARY, project / "fastclip" / "_build_report.txt"
     library.write_text("a library")

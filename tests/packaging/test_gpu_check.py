@@ -20,13 +20,13 @@ def run(*module: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=gpu_check.ROOT, capture_output=True, text=True, env=environment)
 
 
-def test_without_a_gpu_it_says_so_and_has_a_status_of_its_own():
+def test_gpu_check_without_a_gpu_exits_with_its_own_status():
     result = run("benchmarks.gpu")
     assert result.returncode == gpu_check.NO_GPU
     assert "no CUDA device here; nothing was built, tested or measured" in result.stderr
 
 
-def test_the_tables():
+def test_gpu_check_tables_run_on_the_cpu():
     result = run("benchmarks.gpu.tables")
     assert result.returncode in (0, gpu_check.BAR_MISSED), result.stderr
     for words in (
@@ -41,17 +41,17 @@ def test_the_tables():
     assert (result.returncode == gpu_check.BAR_MISSED) == ("MISSED" in result.stdout)
 
 
-def test_the_line_about_a_variant():
+def test_gpu_check_describes_a_variant():
     result = run("benchmarks.gpu.tables", "--ops")
     assert result.returncode == 0 and result.stdout.startswith("statistics GB/s "), result.stderr
 
 
-def test_what_the_sanitizer_watches():
+def test_gpu_check_runs_the_sanitizer_on_the_right_tests():
     result = run("benchmarks.gpu.small")
     assert result.returncode == 0 and result.stdout.startswith("done: "), result.stderr
 
 
-def test_the_report(monkeypatch):
+def test_gpu_check_writes_its_report(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=0: "A GPU")
     monkeypatch.setattr(gpu_check, "head", lambda: "- driver: 1")
     steps = [gpu_check.CheckStep("Build", "done"), gpu_check.CheckStep("Tests marked gpu", "1 failed", False)]

@@ -105,7 +105,7 @@ def has_library(wheel: Path) -> bool:
     return LIBRARY in names_in(wheel)
 
 
-def test_the_source_distribution_holds_what_git_tracks(sdist):
+def test_sdist_holds_what_git_tracks(sdist):
     with tarfile.open(sdist) as archive:
         members = [m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()]
     held = {m for m in members if ".egg-info/" not in m} - MADE
@@ -113,14 +113,14 @@ def test_the_source_distribution_holds_what_git_tracks(sdist):
     assert held == expected, (sorted(held - expected), sorted(expected - held))
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+def test_wheel_holds_the_package_and_nothing_else(wheel):
     held = {name for name in names_in(wheel) if ".dist-info/" not in name}
     made = {LIBRARY, "fastclip/_build_report.txt"} if has_library(wheel) else {"fastclip/_build_report.txt"}
     expected = {name for name in tracked() if name.startswith("fastclip/")} | made
     assert held == expected, (sorted(held - expected), sorted(expected - held))
 
 
-def test_the_wheel_serves_any_python(wheel):
+def test_wheel_serves_any_python_3(wheel):
     kind = "py3-none-linux" if has_library(wheel) and sys.platform == "linux" else "py3-none-"
     assert kind in wheel.name
     with zipfile.ZipFile(wheel) as archive:
@@ -131,7 +131,7 @@ def test_the_wheel_serves_any_python(wheel):
             assert str(Path(fastclip.__file__).parent).encode() not in library and b"/tmp/" not in library
 
 
-def test_the_metadata(wheel):
+def test_wheel_metadata_is_complete(wheel):
     about = metadata(wheel)
     assert (about["Name"], about["Version"]) == ("torch-fastclip", fastclip.__version__)
     assert about["License-Expression"] == "BSD-3-Clause AND MIT" and about["Requires-Python"] == ">=3.10"
@@ -144,7 +144,7 @@ def test_the_metadata(wheel):
     assert texts == set(licences)
 
 
-def test_every_extra_that_is_named_exists(wheel):
+def test_extras_that_are_named_exist(wheel):
     """In the documentation, in messages and in the metadata itself; and all of them bring something."""
     provided = set(metadata(wheel).get_all("Provides-Extra"))
     assert provided == EXTRAS
@@ -159,13 +159,13 @@ def test_every_extra_that_is_named_exists(wheel):
     assert all(f'extra == "{extra}"' in brought for extra in provided)
 
 
-def test_the_doctor(fastclip_, wheel, site):
+def test_installed_doctor_works(fastclip_, wheel, site):
     told = fastclip_("doctor")
     assert told.startswith(f"fastclip  {fastclip.__version__} at {site}")
     assert ("native     in use" in told) == has_library(wheel)
 
 
-def test_the_demo_and_the_commands_it_tells(fastclip_, site, tmp_path):
+def test_installed_demo_and_the_commands_it_prints_work(fastclip_, site, tmp_path):
     pytest.importorskip("plotext")
     pytest.importorskip("tqdm")
     told = fastclip_("demo", "run", "--quick", "--threads", "1")
@@ -207,7 +207,7 @@ print(fastclip.__file__, "file")
 """
 
 
-def test_every_module_can_be_imported_or_names_its_extra(site, tmp_path):
+def test_modules_import_or_name_their_extra(site, tmp_path):
     """With nothing but torch and Python's own library."""
     done = run(sys.executable, "-c", IMPORTS, cwd=tmp_path, PYTHONPATH=str(site))
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
@@ -224,7 +224,7 @@ def test_every_module_can_be_imported_or_names_its_extra(site, tmp_path):
     assert sum(outcome == "imported" for _, outcome, *_ in lines) > 100
 
 
-def test_docker_sends_what_a_wheel_is_built_from():
+def test_dockerignore_keeps_what_a_wheel_is_built_from():
     """The package, its sources and what setup.py reads, and nothing that was built."""
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "*"
