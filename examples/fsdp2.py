@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""FSDP2 with fastclip: torchrun --standalone --nproc-per-node=2 examples/fsdp2.py
+"""FSDP2 with fastclip: torchrun --standalone --nproc-per-node=2 examples/fsdp2.py.
 
 A small model, sharded over all processes, on GPUs if there are any (NCCL), otherwise on the CPU (gloo). The
 norm is that of the whole model and equal on every rank. Halfway through, one rank gets a batch with a NaN.

@@ -74,7 +74,7 @@ FAULTS = {
     "no barrier between rows and totals": Fault(
         "kernels.cuh", "  __syncthreads();\n  finalize", "  finalize", "threads"
     ),
-    "no fence before a segment is told complete": Fault(
+    "no fence before a segment is complete": Fault(
         "finalize.cuh", "    __threadfence();\n    done", "    done", "threads"
     ),
     "no fence before a segment is summed up": Fault(
@@ -83,7 +83,7 @@ FAULTS = {
         "!= size) return;",
         "threads",
     ),
-    "no fence before a block is told finished": Fault(
+    "no fence before a block is finished": Fault(
         "finalize.cuh", "    __threadfence();\n    shared.last_block", "    shared.last_block", "threads"
     ),
     "no fence before the last block reads": Fault(
@@ -132,7 +132,7 @@ MORE_FAULTS = {
     ),
     "zero by multiplication": Fault("update.cuh", "? Real{0} : x * factor", "? x * Real{0} : x * factor"),
     "skip that writes": Fault("finalize.cuh", "scale_needed = !skips && ", "scale_needed = "),
-    "found_inf left out": Fault("finalize.cuh", "decision->found_inf |= summary.found_inf;", ""),
+    "found_inf missing": Fault("finalize.cuh", "decision->found_inf |= summary.found_inf;", ""),
     "groups always sorted": Fault("finalize.cuh", "if (arguments.options.groups_sorted) {", "if (true) {"),
     "a factor of another gradient": Fault(
         "launch.cu", "item.index : kSkipTensor", "item.index ^ 1 : kSkipTensor"

@@ -85,12 +85,14 @@ def test_adagc_matches_its_formula(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"sigma": 2.0, "window": 30, "minimum": 5}])
-@pytest.mark.parametrize("told", ["norms", "losses", "now_and_then"])
-def test_spike_skip_matches_its_formula(options, told):
+@pytest.mark.parametrize("observed", ["norms", "losses", "now_and_then"])
+def test_spike_skip_matches_its_formula(options, observed):
     norms, losses = oracles.series(STEPS, 2), oracles.series(STEPS + 7, 3)[7:]  # NaN in other steps
     policy = SpikeSkip(**options, max_norm=0.5)
     of_norms = oracles.spike_bounds(norms, **options)
-    seen = [step for step in range(STEPS) if told == "losses" or (told == "now_and_then" and step % 3)]
+    seen = [
+        step for step in range(STEPS) if observed == "losses" or (observed == "now_and_then" and step % 3)
+    ]
     # A step with NaN or Inf among its gradients moves nothing: its loss does not enter either.
     entering = [losses[s] if math.isfinite(norms[s]) else NAN for s in seen]
     of_losses = dict(zip(seen, oracles.spike_bounds(entering, **options), strict=True))

@@ -150,7 +150,7 @@ def make_optimizer(kind: str, parameters) -> torch.optim.Optimizer:
 
 
 def train_alone(kind: str = "sgd", poisoned: int | None = None) -> tuple[dict[str, Tensor], list[float]]:
-    """torch's clip and step; a poisoned step is left out."""
+    """torch's clip and step; a poisoned step is skipped."""
     model = make_model()
     optimizer = make_optimizer(kind, model.parameters())
     norms = []

@@ -26,7 +26,7 @@ SHAPES = [(6, 3), (1, 4), (7,), (5,), (2, 8)]
 
 
 def limits(kind: str, way: str, sharded: bool = True) -> list[list[float]]:
-    """For each step the limits, whether it was left out, and the norms of what the clip has left.
+    """For each step the limits, whether it was skipped, and the norms of what the clip has left.
 
     Some steps hold NaN, sharded on one rank only.
     """
@@ -58,7 +58,7 @@ def limits(kind: str, way: str, sharded: bool = True) -> list[list[float]]:
             found = bool(fastclip.clip_(params, policy, nonfinite=nonfinite, groups=groups).found_inf)
         left = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]
         norms = [g.double().norm().nan_to_num(-1.0).item() for g in left]
-        # Rows of shards stand by layout; their limits are told as one sorted list.
+        # Rows of shards stand by layout; their limits are returned as one sorted list.
         results.append([*sorted(policy.threshold.tolist()), float(found), *norms])
     return results
 

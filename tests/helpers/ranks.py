@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Processes that talk by gloo or NCCL, kept for many tests: starting them costs more than most tests do.
 
-A test hands a function of one of these modules to all of them. What one raises is told; a rank that does not
-answer in time is killed with all others, and the test fails.
+A test hands a function of one of these modules to all of them. What one raises is reported; a rank that does
+not answer in time is killed with all others, and the test fails.
 """
 
 from __future__ import annotations

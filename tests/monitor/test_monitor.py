@@ -67,7 +67,7 @@ def test_record_holds_every_number_of_a_step():
 
 
 def plain_run(model, optimizer, max_norm, nan_at=()):
-    """The same training by torch alone; steps with NaN are left out."""
+    """The same training by torch alone; steps with NaN are skipped."""
     losses = []
     for step, batch in enumerate(batches(12)):
         inputs = batch[0].clone()
@@ -85,7 +85,7 @@ def plain_run(model, optimizer, max_norm, nan_at=()):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_monitor_trains_as_torch_and_skips_steps_with_nan(fused):
-    """With NaN left out, and the counts and names of it in the record."""
+    """With NaN skipped, and the counts and names of it in the record."""
     gold = plain_run(*make(fused=fused), 0.2, nan_at=(3, 4))
     model, optimizer = make(fused=fused)
     monitor = Monitor(model, optimizer, max_norm=0.2)
@@ -157,7 +157,7 @@ def test_record_of_accumulated_batches_is_one_step():
 
 @pytest.mark.parametrize("order", ["before", "after", "never", "as_context"])
 def test_record_has_its_loss_wherever_it_is_given(order):
-    """Each loss belongs to its step, wherever it is told; without any there are records all the same."""
+    """Each loss belongs to its step, wherever it is given; without any there are records all the same."""
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
     losses = []

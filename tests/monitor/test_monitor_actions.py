@@ -15,14 +15,14 @@ from helpers.small_training import batches, loss_of, make, run
 def test_actions_of_a_kind_replace_those_of_its_severity():
     model, optimizer = make()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
-    told: list[Event] = []
-    actions = {"loss_spike": [told.append, "lower_lr"], "error": "stop", "nonfinite": told.append}
+    seen: list[Event] = []
+    actions = {"loss_spike": [seen.append, "lower_lr"], "error": "stop", "nonfinite": seen.append}
     monitor = Monitor(model, optimizer, max_norm=1.0, scheduler=scheduler, actions=actions)
     run(monitor, model, optimizer, 20, scale_at=(18,))
-    assert [e.kind for e in told] == ["loss_spike"] and not monitor.should_stop
+    assert [e.kind for e in seen] == ["loss_spike"] and not monitor.should_stop
     assert optimizer.param_groups[0]["lr"] == 0.005 and scheduler.base_lrs == [0.005]
     run(monitor, model, optimizer, 2, nan_at=(20,), start=20)
-    assert [e.kind for e in told] == ["loss_spike", "nonfinite"]  # its own action, not that of its severity
+    assert [e.kind for e in seen] == ["loss_spike", "nonfinite"]  # its own action, not that of its severity
     assert monitor.should_stop  # for the bad batch
 
 

@@ -113,13 +113,13 @@ def test_record_has_the_loss_before_it_was_changed_in_place():
     model, optimizer = make()
     monitor = Monitor(model, optimizer, max_norm=1.0)
     loss = loss_of(model, next(batches(1)))
-    told = loss.item()
+    given = loss.item()
     monitor.loss(loss)
     loss.backward()
     with torch.no_grad():
         loss *= 1000
     optimizer.step()
-    assert monitor.records[0].loss == told
+    assert monitor.records[0].loss == given
 
 
 def test_monitor_keeps_no_gradients_of_earlier_steps():
@@ -210,7 +210,7 @@ def test_monitored_model_runs_under_vmap():
     model, optimizer = embedding_model()
     monitor = Monitor(model, optimizer, activations="leaf", activations_every=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what cannot be measured may be told
+        warnings.simplefilter("ignore")  # what cannot be measured may be reported
         torch.func.vmap(model)(torch.tensor([[[1, 2]], [[3, 4]]]))
     monitor.batch(torch.tensor([[1, 2]]))
     loss = model(torch.tensor([[1, 2]])).sum()

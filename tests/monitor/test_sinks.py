@@ -312,7 +312,7 @@ def test_a_real_run_is_read_back_completely(written):
         assert [(e.kind, e.severity, e.step, e.message) for e in found.events] == reported
     assert {e.kind for e in run.records[0][9].events} >= {"nonfinite", "bad_batch"}
     assert type(run.records[0][9].nan_count) is int and run.records[0][9].applied is False
-    assert verdict_of(run).status == verdict_of(log).status == 1  # the step was left out, two more followed
+    assert verdict_of(run).status == verdict_of(log).status == 1  # the step was skipped, two more followed
 
 
 def test_events_that_were_only_counted_are_found_again(tmp_path):

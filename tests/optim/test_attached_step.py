@@ -205,7 +205,7 @@ def test_nonfinite_gradients_are_skipped_though_the_norm_is_finite(norm_type, va
 
 @pytest.mark.parametrize(("scale", "size", "max_norm"), [(1e-5, 1e35, 1.0), (65536.0, 1e33, 1e-3)])
 def test_scale_beyond_float32_is_skipped_or_clipped_in_place(scale, size, max_norm, host_knows):
-    """The true norm, or what the kernel is to divide by, has no float32: left out or clipped in place."""
+    """The true norm, or what the kernel is to divide by, has no float32: skipped or clipped in place."""
     p = torch.nn.Parameter(torch.ones(4))
     optimizer = SGD([p], lr=1.0, fused=True)
     handle = fastclip.attach(optimizer, max_norm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""attach and the loss scaler on a GPU: nothing waits for it, a step is left out by the kernel itself."""
+"""attach and the loss scaler on a GPU: nothing waits for it, a step is skipped by the kernel itself."""
 
 import pytest
 import torch

@@ -190,7 +190,7 @@ def without_nvcc(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.slow  # two builds of a wheel
 def test_build_cuda_fails_without_a_toolkit(project, tmp_path, empty_compiler):
-    """Asked for by name, its absence ends the build; else it is told and the CPU library built."""
+    """Asked for by name, its absence ends the build; else it is reported and the CPU library built."""
     needs_modern_torch()
     environment = without_nvcc(tmp_path)
     if list((Path(sysconfig.get_paths()["purelib"]) / "nvidia").glob("cu*/bin/nvcc")):

@@ -160,16 +160,16 @@ def test_extras_that_are_named_exist(wheel):
 
 
 def test_installed_doctor_works(fastclip_, wheel, site):
-    told = fastclip_("doctor")
-    assert told.startswith(f"fastclip  {fastclip.__version__} at {site}")
-    assert ("native     in use" in told) == has_library(wheel)
+    output = fastclip_("doctor")
+    assert output.startswith(f"fastclip  {fastclip.__version__} at {site}")
+    assert ("native     in use" in output) == has_library(wheel)
 
 
 def test_installed_demo_and_the_commands_it_prints_work(fastclip_, site, tmp_path):
     pytest.importorskip("plotext")
     pytest.importorskip("tqdm")
-    told = fastclip_("demo", "run", "--quick", "--threads", "1")
-    assert "Passed: the two trainings agree" in told and "fastclip lint run" in told
+    output = fastclip_("demo", "run", "--quick", "--threads", "1")
+    assert "Passed: the two trainings agree" in output and "fastclip lint run" in output
     code = "import sys; from fastclip.cli import main; print([main(line.split()) for line in sys.argv[1:]])"
     lines = ("report run -o report.html", "incidents run", "lint run")
     shown = run(sys.executable, "-c", code, *lines, cwd=tmp_path, PYTHONPATH=str(site)).stdout
