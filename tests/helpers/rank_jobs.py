@@ -425,6 +425,12 @@ def other_functions() -> list[float]:
         if p in set(sharded):
             torch.testing.assert_close(whole(p.grad), value * coef, rtol=1e-5, atol=1e-9)
     parameters = make(layouts, mesh, values)
+    partial_norm = DTensor.from_local(torch.tensor(3.0), mesh, [Partial()])  # 3 on each rank, summed
+    fastclip.clip_grads_with_norm_(parameters, 0.1, partial_norm)
+    coef = 0.1 / (3.0 * dist.get_world_size() + 1e-6)
+    for p, value in zip(parameters, values, strict=True):
+        torch.testing.assert_close(whole(p.grad), value * coef, rtol=1e-5, atol=1e-9)
+    parameters = make(layouts, mesh, values)
     fastclip.clip_grad_value_(parameters, 0.4)
     for p, value in zip(parameters, values, strict=True):
         torch.testing.assert_close(whole(p.grad), value.clamp(-0.4, 0.4))
