@@ -221,7 +221,7 @@ def result_of(runs, wanted) -> subprocess.CompletedProcess:
 
 # `make test` runs one build of each kind that takes seconds, and a fault of each kind that it can see.
 # The rest is slow: every fault is a build, and under ThreadSanitizer every thread is one of the system.
-QUICK = {"quick, blocks of 64", "address", "no barrier before the warps' sums are read", "a lost tail"}
+QUICK = {"address", "no barrier before the warps' sums are read", "a lost tail"}
 
 
 def parameters(kind: str, names) -> list:

@@ -17,11 +17,24 @@ INF = math.inf
 ORDERS = [2.0, 1.0, INF, 3.0, 0.5]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request):
-    processes = Ranks(request.param)
+@pytest.fixture(scope="module")
+def two():
+    processes = Ranks(2)
     yield processes
     processes.stop()
+
+
+@pytest.fixture(scope="module")
+def four():
+    processes = Ranks(4)
+    yield processes
+    processes.stop()
+
+
+# On four ranks `make test` runs only what needs four: they share a few cores.
+@pytest.fixture(scope="module", params=["two", pytest.param("four", marks=pytest.mark.slow)])
+def ranks(request):
+    return request.getfixturevalue(request.param)
 
 
 def assert_same_on_all(results: list) -> None:
@@ -54,16 +67,12 @@ def test_overflow_on_one_rank_lowers_the_scale_on_all(ranks, attached):
     assert all(scales == [32.0, 32.0, 32.0] for scales in results), results
 
 
-def test_fsdp2_over_tensor_parallelism_trains_as_one_process(ranks):
-    if ranks.world < 4:
-        pytest.skip("needs 4 ranks")
-    assert_same_on_all(ranks.run(rank_jobs.fsdp2, (2, 2), "sgd", "clip"))
+def test_fsdp2_over_tensor_parallelism_trains_as_one_process(four):
+    assert_same_on_all(four.run(rank_jobs.fsdp2, (2, 2), "sgd", "clip"))
 
 
-def test_hsdp_trains_as_one_process(ranks):
-    if ranks.world < 4:
-        pytest.skip("needs 4 ranks")
-    assert_same_on_all(ranks.run(rank_jobs.hsdp, "sgd"))
+def test_hsdp_trains_as_one_process(four):
+    assert_same_on_all(four.run(rank_jobs.hsdp, "sgd"))
 
 
 @pytest.mark.parametrize(("kind", "way"), [("sgd", "clip"), ("adamw_fused", "attach")])
@@ -71,17 +80,13 @@ def test_data_parallel_trains_as_one_process(ranks, kind, way):
     assert_same_on_all(ranks.run(rank_jobs.ddp, kind, way))
 
 
-def test_tensor_parallel_trains_as_one_process(ranks):
-    if ranks.world > 2:
-        pytest.skip("8 features over 2 ranks")
-    assert_same_on_all(ranks.run(rank_jobs.tensor_parallel, "sgd", "clip"))
+def test_tensor_parallel_trains_as_one_process(two):
+    assert_same_on_all(two.run(rank_jobs.tensor_parallel, "sgd", "clip"))
 
 
 @pytest.mark.parametrize(("kind", "way"), [("sgd", "clip"), ("adamw_fused", "attach"), ("sgd", "attach")])
-def test_pipeline_stages_clip_by_the_norm_of_all(ranks, kind, way):
-    if ranks.world > 2:
-        pytest.skip("two stages")
-    assert_same_on_all(ranks.run(rank_jobs.pipeline, kind, way))
+def test_pipeline_stages_clip_by_the_norm_of_all(two, kind, way):
+    assert_same_on_all(two.run(rank_jobs.pipeline, kind, way))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, INF, 0.0, -INF])
@@ -89,10 +94,8 @@ def test_experts_count_on_each_rank_and_the_router_once(ranks, norm_type):
     assert_same_on_all(ranks.run(rank_jobs.experts, norm_type))
 
 
-def test_two_process_groups_add_up(ranks):
-    if ranks.world < 4:
-        pytest.skip("needs 4 ranks")
-    assert_same_on_all(ranks.run(rank_jobs.two_process_groups))
+def test_two_process_groups_add_up(four):
+    assert_same_on_all(four.run(rank_jobs.two_process_groups))
 
 
 def test_clip_of_several_meshes_and_plain_tensors(ranks):

@@ -23,7 +23,8 @@ def assert_same_on_both(results, alone):
 @pytest.mark.parametrize(
     "kind, way",
     [
-        *((kind, way) for kind in rank_jobs_policies.POLICIES for way in ("clip", "attach")),
+        *((kind, "clip") for kind in rank_jobs_policies.POLICIES),
+        *(pytest.param(kind, "attach", marks=pytest.mark.slow) for kind in rank_jobs_policies.POLICIES),
         ("zclip", "groups"),
         ("zclip", "zero"),
         ("adagc", "zero"),

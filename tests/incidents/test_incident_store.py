@@ -77,7 +77,9 @@ def test_save_writes_manifest_values_that_json_lacks(tmp_path):
     assert incident.incomplete == ["no batch"] and incident.manifest["complete"] is False
 
 
-def test_save_is_atomic_under_kills(tmp_path):
+# `make test` kills 50 writers.
+@pytest.mark.parametrize("kills", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_save_is_atomic_under_kills(tmp_path, kills):
     def write_until_killed(first, ready):
         store = IncidentStore(tmp_path, max_incidents=3)
         os.write(ready, b"!")
@@ -90,7 +92,7 @@ def test_save_is_atomic_under_kills(tmp_path):
     duration = (time.perf_counter() - begin) / 4
     rng = random.Random(5)
     torn, seen = 0, set()
-    for kill in range(200):
+    for kill in range(kills):
         waiting, ready = os.pipe()
         if (pid := os.fork()) == 0:
             try:
@@ -109,7 +111,9 @@ def test_save_is_atomic_under_kills(tmp_path):
     IncidentStore(tmp_path)
     assert not any(".tmp-" in path.name for path in tmp_path.rglob("*"))
     print(f"{torn} kills in the middle of a save, {len(seen)} whole incidents")
-    assert torn > 20 and len(seen) > 20, f"{torn} torn, {len(seen)} whole: the kills came at the wrong time"
+    assert torn > kills // 10 and len(seen) > kills // 10, (
+        f"{torn} torn, {len(seen)} whole: the kills came at the wrong time"
+    )
 
 
 def test_save_succeeds_while_other_stores_start(tmp_path):

@@ -201,7 +201,7 @@ def single(tmp_path_factory):
     return column(callback.monitor, "total_norm"), module
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_two_processes_train_as_one(two, single, strategy, tmp_path):
     first, second = two.run(jobs.train, str(tmp_path), strategy)
     norms, module = single

@@ -46,11 +46,14 @@ def assert_same(results, *names):
 # Who is guilty.
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("tell", ["all", "loss", "rank 1", "late"])
+@pytest.mark.parametrize(
+    ("layout", "tell"),
+    [
+        *(("ddp", "all"), ("ddp", "loss"), ("fsdp2", "all"), ("fsdp2", "loss")),
+        *(pytest.param("fsdp2", tell, marks=pytest.mark.slow) for tell in ("rank 1", "late")),
+    ],
+)
 def test_every_rank_names_the_one_with_the_bad_batch(two, layout, tell):
-    if layout == "ddp" and tell in ("rank 1", "late"):
-        pytest.skip("as with fsdp2")
     results = run(two, "plain", layout=layout, tell=tell, hurt={6: NAN})
     for rank, result in enumerate(results):
         assert ("rank", "error", 6, 1) in result["events"]

@@ -42,16 +42,21 @@ class ShadowScaler:
         self.scaler.update()
 
 
-def cases_of_steps() -> list[tuple[str, str, bool]]:
+# `make test` takes these, which cover every kind of step; the others are slow together.
+QUICK = {"adamw_fused", "sgd_fused", "adamw_partly_fused", "sgd_foreach"}
+
+
+def cases_of_steps() -> list:
     """Optimizer, way, and whether the host knows the flag: only a fused kernel can go without that."""
     cases = []
     for name in OPTIMIZERS:
         for way in WAYS:
             if way.startswith("clip") and name.startswith("sgd_fused"):
                 continue  # not attached: torch's kernel leaves memory as it found it in a skipped first step
-            cases.append((name, way, True))
+            slow = [pytest.mark.slow] * (name not in QUICK)
+            cases.append(pytest.param(name, way, True, marks=slow))
             if name in training.FUSED and not way.startswith("clip"):
-                cases.append((name, way, False))
+                cases.append(pytest.param(name, way, False, marks=slow))
     return cases
 
 

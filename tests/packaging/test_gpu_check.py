@@ -26,6 +26,7 @@ def test_gpu_check_without_a_gpu_exits_with_its_own_status():
     assert "no CUDA device here; nothing was built, tested or measured" in result.stderr
 
 
+@pytest.mark.slow  # measures every table once
 def test_gpu_check_tables_run_on_the_cpu():
     result = run("benchmarks.gpu.tables")
     assert result.returncode in (0, gpu_check.BAR_MISSED), result.stderr

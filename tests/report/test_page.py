@@ -5,6 +5,7 @@ import base64
 import hashlib
 
 import numpy as np
+import pytest
 
 from fastclip.logs import Run
 from fastclip.monitor import Event, Record
@@ -78,6 +79,7 @@ def test_page_data_is_strict_json_with_nan_and_inf():
     assert np.isnan(values_of(data["charts"][0]["series"][0]["values"])).any()
 
 
+@pytest.mark.slow  # makes and reads a long log
 def test_page_with_100_000_steps_stays_below_10_megabytes(tmp_path):
     rng = seeded()
     records = [
