@@ -16,7 +16,7 @@ inline void update_registers(typename Type::Element* q, Change change) {
 template <class Type>
 void scale(void* data, int64_t size, double factor, bool zero_nonfinite) {
   using Element = typename Type::Element;
-  // A NaN factor becomes the default NaN: another payload could be rounded to a bfloat16 Inf.
+  // A NaN factor becomes the default NaN: another payload could be rounded to -0 in bfloat16.
   const float quiet = factor == factor ? static_cast<float>(factor) : __builtin_nanf("");
   const Floats c = broadcast<Floats>(quiet);
   const auto multiply = [&](Floats x) { return x * c; };

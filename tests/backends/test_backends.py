@@ -174,6 +174,16 @@ def test_scale_rounds_every_16_bit_number_as_torch(backend, dtype, factor):
     assert_bitwise_equal([torch.where(grad.isnan(), torch.nan, grad)], [expected])
 
 
+@on_grid
+@by_dtype
+def test_scale_by_nan_gives_nan_whatever_its_payload(backend, dtype):
+    """Rounded like a number, a NaN with a full payload would become -0 in bfloat16."""
+    factor = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    grads = [cases.normal(dtype, 40)]
+    select(CPU).scale_(grads, factor)
+    assert grads[0].isnan().all()
+
+
 def test_clip_unscales_by_inverse_scale(backend):
     grads = [cases.normal(torch.float32, n) * 1024 for n in (10, 2000)]
     before = clone(grads)

@@ -211,6 +211,8 @@ def test_save_that_fails_at_any_system_call_leaves_nothing(tmp_path, monkeypatch
     monkeypatch.undo()
     # An fsync after the rename fails too late to take anything back.
     assert failed == {"mkdir": 2, "fsync": 6, "rename": 1}[call]
+    # Only the saves whose two late calls of fsync failed remain beside those that succeeded.
+    assert len(list_incidents(tmp_path)) == 1 + 8 - failed + {"mkdir": 0, "fsync": 2, "rename": 0}[call]
     assert {summary.state for summary in list_incidents(tmp_path)} == {"whole"}
     assert not any(".tmp-" in path.name for path in tmp_path.rglob("*"))
     save(store, 99)

@@ -6,6 +6,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "scheduler.h"
@@ -77,16 +79,25 @@ inline int __syncthreads_or(int vote) {
   fastclip_shim::Block& block = *fastclip_shim::self().block;
   return fastclip_shim::any(block.barrier, block.votes, fastclip_shim::self().thread_index, vote);
 }
-inline int __any_sync(uint32_t, int vote) {
+// Every lane must be in the mask: the kernels call these with whole warps only.
+inline void require_lane(uint32_t mask) {
+  if (mask >> fastclip_shim::lane() & 1) return;
+  std::fprintf(stderr, "FAILED: lane %d is not in the mask %08x\n", fastclip_shim::lane(), mask);
+  std::abort();
+}
+inline int __any_sync(uint32_t mask, int vote) {
+  require_lane(mask);
   fastclip_shim::Warp& warp = fastclip_shim::warp();
   return fastclip_shim::any(warp.barrier, warp.votes, fastclip_shim::lane(), vote);
 }
 template <class T>
-inline T __shfl_sync(uint32_t, T x, int lane) {
+inline T __shfl_sync(uint32_t mask, T x, int lane) {
+  require_lane(mask);
   return fastclip_shim::exchange(x, lane);
 }
 template <class T>
-inline T __shfl_xor_sync(uint32_t, T x, int bits) {
+inline T __shfl_xor_sync(uint32_t mask, T x, int bits) {
+  require_lane(mask);
   return fastclip_shim::exchange(x, fastclip_shim::lane() ^ bits);
 }
 
